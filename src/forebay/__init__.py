@@ -1,0 +1,36 @@
+"""forebay: train JAX models larger than GPU memory, by a plan that the real compiler has proved.
+
+Importing this package loads neither jax nor scipy: each public name is imported from its stage on first use.
+"""
+
+import importlib
+
+_HOME = {
+    "Hardware": "forebay.hardware",
+    "Workload": "forebay.workload",
+    "trace": "forebay.workload",
+    "Plan": "forebay.plan",
+    "Verdict": "forebay.records",
+    "judge": "forebay.compiler",
+    "train_step": "forebay.runtime",
+    "init": "forebay.runtime",
+    "place": "forebay.runtime",
+    "value_and_grad": "forebay.runtime",
+    "update": "forebay.runtime",
+    "State": "forebay.runtime",
+    "Run": "forebay.training",
+    "train": "forebay.training",
+}
+
+__version__ = "0.1.0"
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'forebay' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__():
+    return sorted([*globals(), *__all__])

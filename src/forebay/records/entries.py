@@ -1,0 +1,42 @@
+"""One entry of a plan: a thing that occupies memory, where it stands, and why."""
+
+import dataclasses
+
+ROLES = ("parameter", "gradient", "optimizer", "accumulator", "activation", "batch", "communication")
+PLACEMENTS = ("hbm", "host", "recompute")
+LEGAL = {
+    "parameter": ("hbm", "host"),
+    "gradient": ("hbm", "host"),
+    "optimizer": ("hbm", "host"),
+    "accumulator": ("hbm", "host"),
+    "activation": ("hbm", "host", "recompute"),
+    "batch": ("hbm", "host"),
+    "communication": ("hbm",),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A placed tensor. ``name`` is ``role:path``; ``bytes_per_device`` counts all of its copies (each layer of a stack).
+
+    ``placement`` is one of ``hbm``, ``host``, ``recompute``. ``layers`` is ``(start, stop)`` where the entry covers
+    only part of a stack. ``exposed_ms``, ``ms_per_gib`` and ``runner_up`` are forecasts and stay ``None`` until one is made.
+    """
+
+    name: str
+    role: str
+    bytes_per_device: int
+    placement: str
+    reason: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    spec: tuple = ()
+    layers: tuple[int, int] | None = None
+    exposed_ms: float | None = None
+    ms_per_gib: float | None = None
+    runner_up: str | None = None
+
+    def __post_init__(self):
+        assert self.role in ROLES, self.role
+        assert self.placement in LEGAL[self.role], (self.name, self.placement)
+        assert self.name.startswith(self.role + ":"), self.name
