@@ -1,0 +1,220 @@
+"""The one truth of a training run's settings: what the command line fills, what `train` reads, what config.json keeps.
+
+In: command-line words, keyword arguments, or a saved config.json. Out: a frozen TrainConfig. Loads no jax.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from tyro.conf import UseAppendAction, arg
+
+from forebay.errors import InputError, nearest
+from forebay.records.entries import PLACEMENTS
+
+CONFIG_FILE = "config.json"
+
+
+def _require(value: float, holds: bool, flag: str, wanted: str) -> None:
+    if not holds:
+        raise InputError(f"{flag} is {value}; it must be {wanted}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """What is read, and in which pieces."""
+
+    paths: Annotated[tuple[str, ...], arg(name="data")] = ()
+    """Text files, folders (read recursively) or glob patterns. None: the Python standard library's sources."""
+    batch: Annotated[int, arg(name="batch")] = 16
+    """Global batch, in sequences."""
+    seq: Annotated[int, arg(name="seq")] = 256
+    """Tokens of a sequence (bytes are the tokens)."""
+    validation_fraction: Annotated[float, arg(name="validation-fraction")] = 0.05
+    """Part of the text that is never trained on."""
+
+    def __post_init__(self):
+        _require(self.batch, self.batch >= 1, "--batch", "at least 1 sequence")
+        _require(self.seq, self.seq >= 2, "--seq", "at least 2 tokens")
+        _require(self.validation_fraction, 0 <= self.validation_fraction < 1, "--validation-fraction", "at least 0 and below 1")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW: linear warm-up, cosine decay, no weight decay on norms and biases."""
+
+    learning_rate: float = 3e-4
+    """The peak, reached at the end of the warm-up."""
+    final_fraction: float = 0.1
+    """The learning rate at the end of the decay, as a part of the peak."""
+    warmup_fraction: float = 0.05
+    """Part of the schedule spent warming up."""
+    decay_steps: int | None = None
+    """Length of the schedule in steps. None: as long as the run."""
+    weight_decay: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    clip_norm: float | None = 1.0
+    """Largest global gradient norm. None: no clipping."""
+
+    def __post_init__(self):
+        _require(self.learning_rate, self.learning_rate > 0, "--optimizer.learning-rate", "positive")
+        _require(self.final_fraction, 0 <= self.final_fraction <= 1, "--optimizer.final-fraction", "between 0 and 1")
+        _require(self.warmup_fraction, 0 <= self.warmup_fraction < 1, "--optimizer.warmup-fraction", "at least 0 and below 1")
+        if self.decay_steps is not None:
+            _require(self.decay_steps, self.decay_steps >= 1, "--optimizer.decay-steps", "at least 1")
+        if self.clip_norm is not None:
+            _require(self.clip_norm, self.clip_norm > 0, "--optimizer.clip-norm", "positive, or None for no clipping")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written and how many stay. The last step is always saved."""
+
+    every: int = 500
+    """Steps between checkpoints. 0: only at the end (and when stopped)."""
+    keep: int = 2
+    """How many of the newest stay on disk."""
+    asynchronous: bool = False
+    """Write while training goes on. Costs host RAM for a whole copy of the state, so it is off by default."""
+
+    def __post_init__(self):
+        _require(self.every, self.every >= 0, "--checkpoint.every", "0 or more steps")
+        _require(self.keep, self.keep >= 1, "--checkpoint.keep", "at least 1")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Everything that decides a run. Raises InputError where a value cannot be meant."""
+
+    model: str = "tiny"
+    """A preset's name, or the path of a Hugging Face config.json."""
+    data: Annotated[DataConfig, arg(name="")] = dataclasses.field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    steps: int = 1000
+    """Optimizer steps of the whole run, those before a resume included."""
+    place: UseAppendAction[tuple[str, ...]] = ()
+    """A placement rule, ROLE_OR_PATTERN=hbm|host|recompute; repeat the flag for more. The last match wins."""
+    out: Path = Path("runs/latest")
+    """The run's folder: config.json, plan.json, metrics.jsonl, checkpoints/, tensorboard/."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the run's folder. Settings that are not given are the saved ones."""
+    seed: int = 0
+    """Decides the initial weights and the order of the data."""
+
+    def __post_init__(self):
+        _require(self.steps, self.steps >= 1, "--steps", "at least 1")
+        _require(self.seed, 0 <= self.seed < 2**31, "--seed", "from 0 to 2147483647")
+        self.rules()
+
+    def rules(self) -> dict[str, str]:
+        """The placement rules as ``Plan.by_hand`` takes them: ``{"optimizer": "host"}``."""
+        rules = {}
+        for text in self.place:
+            rule, equals, placement = text.rpartition("=")
+            if not equals or not rule:
+                raise InputError(f"--place {text!r} is not a rule; write ROLE_OR_PATTERN=PLACEMENT, such as optimizer=host")
+            if placement not in PLACEMENTS:
+                raise InputError(f"--place {text!r}: there is no placement {placement!r}; {nearest(placement, PLACEMENTS)}")
+            rules.pop(rule, None)  # a repeated rule moves to the end: the last match wins
+            rules[rule] = placement
+        return rules
+
+    def schedule_steps(self) -> int:
+        """Steps of the learning-rate schedule."""
+        return self.optimizer.decay_steps or self.steps
+
+
+def from_command_line(words: Sequence[str] | None = None, prog: str = "forebay train") -> TrainConfig:
+    """The configuration that ``words`` (default: the process's own) describe; with ``--resume`` the saved one is the default.
+
+    Raises:
+        InputError: a value that cannot be meant, or ``--resume`` where nothing was saved.
+    """
+    words = list(sys.argv[1:] if words is None else words)
+    default = TrainConfig()
+    resume = "--resume" in words and not {"-h", "--help"} & set(words)
+    if resume:
+        default = dataclasses.replace(load(Path(_out_of(words))), resume=False)
+        words.remove("--resume")  # tyro would offer only --no-resume where the default is True
+    about = "Train a model under a plan: the state is born where the plan puts it, and every step keeps it there."
+    config = tyro.cli(TrainConfig, args=words, prog=prog, description=about, default=default, config=(tyro.conf.FlagCreatePairsOff,))
+    return dataclasses.replace(config, resume=resume)
+
+
+def _out_of(words: list[str]) -> str:
+    for position, word in enumerate(words):
+        if word.startswith("--out="):
+            return word.removeprefix("--out=")
+        if word == "--out" and position + 1 < len(words):
+            return words[position + 1]
+    return str(TrainConfig().out)
+
+
+def to_json(config: TrainConfig) -> dict[str, Any]:
+    """``config`` as plain JSON values. ``resume`` is left out: it says how a run was started, not what it is."""
+    values = dataclasses.asdict(config)
+    values["out"] = str(config.out)
+    values["place"], values["data"]["paths"] = list(config.place), list(config.data.paths)
+    del values["resume"]
+    return values
+
+
+def from_json(values: dict[str, Any], source: str) -> TrainConfig:
+    """The configuration that ``values`` hold. ``source`` names the file in messages.
+
+    Raises:
+        InputError: a key that no setting bears, or a value that cannot be meant.
+    """
+    values = dict(values)
+    parts = {"data": DataConfig, "optimizer": OptimizerConfig, "checkpoint": CheckpointConfig}
+    for key, kind in parts.items():
+        if key in values:
+            values[key] = _build(kind, dict(values[key]), f"{source}, {key}")
+    return _build(TrainConfig, values, source)
+
+
+def _build(kind: type, values: dict[str, Any], source: str) -> Any:
+    known = [field.name for field in dataclasses.fields(kind)]
+    for key in values:
+        if key not in known:
+            raise InputError(f"{source} holds a setting {key!r} that does not exist; {nearest(key, known)}")
+    for key, make in (("paths", tuple), ("place", tuple), ("out", Path)):
+        if key in values:
+            values[key] = make(values[key])
+    return kind(**values)
+
+
+def save(config: TrainConfig) -> None:
+    """Write ``config`` to config.json in its run folder, whole or not at all."""
+    config.out.mkdir(parents=True, exist_ok=True)
+    target = config.out / CONFIG_FILE
+    fresh = target.with_suffix(".json.new")
+    fresh.write_text(json.dumps(to_json(config), indent=2) + "\n")
+    os.replace(fresh, target)
+
+
+def load(folder: Path) -> TrainConfig:
+    """The configuration saved in a run folder, marked to be resumed.
+
+    Raises:
+        InputError: there is none, or it is not readable as one.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise InputError(f"there is no run to resume in {folder}: {path} does not exist; leave --resume out to start one")
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON ({error}); restore it, or start a new run in another folder") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path} does not hold a run's settings; restore it, or start a new run in another folder")
+    config = from_json(values, str(path))
+    return dataclasses.replace(config, out=folder, resume=True)
