@@ -1,0 +1,144 @@
+"""What is known about one chip: its memory, its arithmetic, its links, and the host it usually sits in. Figures are per *chip*.
+
+``Hardware`` divides them by ``devices_per_chip`` where jax sees more than one device a chip (TPU 7x). An unknown figure is None:
+who needs it raises an error or asks for a probe, and never guesses.
+"""
+
+from dataclasses import dataclass, field
+
+from forebay.hardware.quantity import Quantity
+
+
+def _json(value):
+    return value.to_json() if value is not None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The link between one chip and its host's memory, pinned, in bytes per second; ``both`` is the sum of the two directions at once."""
+
+    name: str
+    to_device_bytes_per_second: Quantity | None
+    to_host_bytes_per_second: Quantity | None
+    both_bytes_per_second: Quantity | None
+
+    def per(self, count: int) -> "Link":
+        """The share of one of ``count`` devices that use the link at the same time."""
+        shares = {name: rate.per(count) if rate else None for name, rate in self._rates().items()}
+        return Link(name=self.name, **shares)
+
+    def _rates(self) -> dict[str, Quantity | None]:
+        names = ("to_device_bytes_per_second", "to_host_bytes_per_second", "both_bytes_per_second")
+        return {name: getattr(self, name) for name in names}
+
+    def to_json(self) -> dict:
+        """A dict of plain values."""
+        return {"name": self.name} | {name: _json(rate) for name, rate in self._rates().items()}
+
+    @classmethod
+    def from_json(cls, record: dict) -> "Link":
+        """The link that ``to_json`` wrote."""
+        rates = {name: Quantity.from_json(rate) for name, rate in record.items() if name != "name"}
+        return cls(name=record["name"], **rates)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """A network between chips: bytes per second that one chip sends (and at the same time receives), and how many chips it joins.
+
+    ``domain_chips`` is None for a network that joins whole hosts without a limit of its own (InfiniBand, Ethernet).
+    """
+
+    name: str
+    bytes_per_second: Quantity
+    domain_chips: int | None = None
+
+    def per(self, count: int) -> "Fabric":
+        """The share of one of ``count`` devices of a chip."""
+        return Fabric(name=self.name, bytes_per_second=self.bytes_per_second.per(count), domain_chips=self.domain_chips)
+
+    def to_json(self) -> dict:
+        """A dict of plain values."""
+        return {"name": self.name, "bytes_per_second": self.bytes_per_second.to_json(), "domain_chips": self.domain_chips}
+
+    @classmethod
+    def from_json(cls, record: dict | None) -> "Fabric | None":
+        """The fabric that ``to_json`` wrote; None stays None."""
+        if record is None:
+            return None
+        rate = Quantity.from_json(record["bytes_per_second"])
+        return cls(name=record["name"], bytes_per_second=rate, domain_chips=record["domain_chips"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """The host that this chip usually sits in: chips at most, RAM in bytes, and the rate of its DRAM over all sockets."""
+
+    chips: int
+    ram_bytes: Quantity
+    dram_bytes_per_second: Quantity | None
+    bounds: tuple[int, ...] | None = None
+    """TPU only: the block of the chip grid that one host holds, such as (2, 2, 1)."""
+
+    def to_json(self) -> dict:
+        """A dict of plain values."""
+        record = {"chips": self.chips, "ram_bytes": self.ram_bytes.to_json(), "dram_bytes_per_second": _json(self.dram_bytes_per_second)}
+        return record | {"bounds": list(self.bounds) if self.bounds else None}
+
+    @classmethod
+    def from_json(cls, record: dict) -> "Host":
+        """The host that ``to_json`` wrote."""
+        bounds = tuple(record["bounds"]) if record["bounds"] else None
+        ram, rate = Quantity.from_json(record["ram_bytes"]), Quantity.from_json(record["dram_bytes_per_second"])
+        return cls(chips=record["chips"], ram_bytes=ram, dram_bytes_per_second=rate, bounds=bounds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """A chip of the catalog, or the one found on this machine. Rates are bytes or floating-point operations per second, dense, per chip."""
+
+    name: str
+    description: str
+    vendor: str
+    platform: str
+    hbm_bytes: Quantity
+    hbm_bytes_per_second: Quantity | None
+    peak_flops: dict[str, Quantity]
+    link: Link
+    interconnect: Fabric | None
+    nic: Fabric | None
+    host: Host
+    derived: bool = False
+    """True where the compiler's figures are not published for this chip and were taken from its family."""
+    devices_per_chip: int = 1
+    compiler_name: str | None = None
+    """TPU only: the name by which libtpu knows it."""
+    pod_chips: int | None = None
+    """TPU only: the largest slice of one pod."""
+    xla: dict[str, Quantity] = field(default_factory=dict)
+    """GPU only: the figures of XLA's description of the device, by XLA's names."""
+
+    def __post_init__(self):
+        assert self.vendor in ("nvidia", "google", "cpu") and self.platform in ("cuda", "tpu", "cpu"), self
+        assert self.devices_per_chip >= 1, self
+
+    def to_json(self) -> dict:
+        """A dict of plain values, enough to rebuild the chip without the catalog."""
+        plain = ("name", "description", "vendor", "platform", "derived", "devices_per_chip", "compiler_name", "pod_chips")
+        record = {name: getattr(self, name) for name in plain}
+        for name in ("hbm_bytes", "hbm_bytes_per_second", "link", "interconnect", "nic", "host"):
+            record[name] = _json(getattr(self, name))
+        for name in ("peak_flops", "xla"):
+            record[name] = {key: figure.to_json() for key, figure in getattr(self, name).items()}
+        return record
+
+    @classmethod
+    def from_json(cls, record: dict) -> "Chip":
+        """The chip that ``to_json`` wrote."""
+        readers = {"link": Link, "interconnect": Fabric, "nic": Fabric, "host": Host, "hbm_bytes": Quantity, "hbm_bytes_per_second": Quantity}
+        fields = dict(record)
+        for name, reader in readers.items():
+            fields[name] = reader.from_json(record[name])
+        for name in ("peak_flops", "xla"):
+            fields[name] = {key: Quantity.from_json(figure) for key, figure in record[name].items()}
+        return cls(**fields)

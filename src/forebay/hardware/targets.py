@@ -1,0 +1,68 @@
+"""What the compiler is told about the machine: for a GPU, XLA's description of the device as a text proto; for a TPU, libtpu's topology.
+
+The text is written from the catalog's figures alone (XLA's ``GpuTargetConfigProto``). Two rules of XLA's shape it: the text must parse
+on the oldest supported jaxlib, so only fields known there are written; and ``device_memory_size`` is what the scheduler and the
+rematerialisation pass take as the chip's memory, so an ``hbm`` override must reach it.
+"""
+
+from dataclasses import dataclass
+
+from forebay.hardware.chip import Chip
+
+CUDNN_VERSION = (9, 10, 0)
+CUDA_VERSION = (12, 8, 0)
+"""The versions that XLA's own published descriptions name; compiling needs neither library."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Arguments of ``jax.experimental.topologies.get_topology_desc``: ``topology`` is SLICESxHOSTSxDEVICES on a GPU, ``v5p:2x2x1`` on a TPU."""
+
+    platform: str
+    topology: str
+    target_config: str | None = None
+
+    def to_json(self) -> dict:
+        """A dict of plain values."""
+        return {"platform": self.platform, "topology": self.topology, "target_config": self.target_config}
+
+
+def target_of(chip: Chip, topology: str, hbm_bytes: int) -> Target:
+    """The compile target of ``topology`` made of ``chip`` with ``hbm_bytes`` of memory per chip."""
+    config = gpu_target_config(chip, hbm_bytes) if chip.platform == "cuda" and chip.xla else None
+    return Target(platform=chip.platform, topology=topology, target_config=config)
+
+
+def gpu_target_config(chip: Chip, hbm_bytes: int) -> str:
+    """XLA's description of ``chip`` as a text proto, with ``hbm_bytes`` as its memory."""
+    figures = {name: figure.value for name, figure in chip.xla.items()}
+    capability = _compute_capability(figures)
+    figures["device_memory_size"] = int(hbm_bytes)
+    lines = [f"  {name}: {_number(value)}" for name, value in sorted(figures.items())]
+    dnn = " ".join(f"{part}: {number}" for part, number in zip(("major", "minor", "patch"), CUDNN_VERSION, strict=True))
+    cuda = " ".join(f"{part}: {number}" for part, number in zip(("major", "minor", "patch"), CUDA_VERSION, strict=True))
+    return "\n".join(
+        [
+            "gpu_device_info {",
+            *lines,
+            f"  cuda_compute_capability {{ {capability} }}",
+            "}",
+            'platform_name: "CUDA"',
+            f"dnn_version_info {{ {dnn} }}",
+            f"runtime_version {{ {cuda} }}",
+            f'device_description_str: "{chip.description}"',
+            "",
+        ]
+    )
+
+
+def _compute_capability(figures: dict) -> str:
+    """Takes the capability out of ``figures`` and writes it, with the ``a`` of sm_90a where the chip has it."""
+    major, minor = figures.pop("compute_capability_major"), figures.pop("compute_capability_minor")
+    accelerated = figures.pop("accelerated_features", 0)
+    return f"major: {major} minor: {minor}" + (" feature_extension: ACCELERATED_FEATURES" if accelerated else "")
+
+
+def _number(value) -> str:
+    """Whole figures are written as integers: the proto's integer fields refuse ``8.64e11``."""
+    return str(int(value)) if float(value).is_integer() and not isinstance(value, bool) else repr(float(value))
