@@ -1,0 +1,191 @@
+"""The parent's side of the workers: start, ask, watch time and memory, and turn any way of dying into an Outcome.
+
+Workers are kept for the next program (starting one costs about 1.5 s). A worker serves one platform, because libtpu and the CUDA
+plugin must not share a process, and dies with this process.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from forebay.compiler import outcome as kinds
+from forebay.compiler.outcome import Outcome
+from forebay.errors import CompilerError
+from forebay.units import show_bytes
+
+KEPT_WORKERS = 2
+KEPT_SECONDS = 600  # less than the worker's own IDLE_SECONDS, so that none ends just as it is asked
+RETIRE_RSS_BYTES = 4 * 2**30  # a worker that has grown past this is not kept: XLA gives little memory back
+_POLL_SECONDS = 0.05
+_MARKER = "forebay-compile-begins"
+
+_lock = threading.Lock()
+_idle: dict[tuple[str, int], list["Worker"]] = {}
+_of_the_parent: dict = {}
+_PLACES = max(2, os.cpu_count() or 2)
+_places = threading.BoundedSemaphore(_PLACES)
+_LOG_STAMP = re.compile(r"^([IWEF])\d{4} \d\d:\d\d:[\d.]+\s+\d+ ")  # date, time and process of a line of XLA's log
+
+
+class Worker:
+    """One worker process with a folder of its own for the module, the HLO and what XLA prints."""
+
+    def __init__(self, devices: int):
+        self.idle_since = 0.0
+        self.folder = Path(tempfile.mkdtemp(prefix="forebay-compile-"))
+        self.log = self.folder / "stderr"
+        source = str(Path(__file__).parents[2])
+        path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "forebay.compiler.worker", str(devices)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=self.folder, start_new_session=True,
+                # set here too: the CUDA plugin and libtpu may read their environment while python starts
+                env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+            )  # fmt: skip
+
+    def ask(self, request: dict, bytecode: bytes, time_limit_seconds: float, memory_limit_bytes: int) -> Outcome:
+        """Compile ``bytecode`` as ``request`` says, or the reason why that came to no end."""
+        module, hlo = self.folder / "module.mlirbc", self.folder / "hlo.gz"
+        module.write_bytes(bytecode)
+        request = request | {"module": str(module), "hlo": str(hlo), "marker": _MARKER}
+        printed = self.log.stat().st_size
+        start = time.monotonic()
+        try:
+            self.process.stdin.write((json.dumps(request) + "\n").encode())
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return self._died(printed, start)
+        stopped = self._wait(start + time_limit_seconds, memory_limit_bytes)
+        if stopped:
+            self.close()
+            return Outcome(status=stopped[0], reason=stopped[1], messages=self._printed(printed), compile_seconds=time.monotonic() - start)
+        reply = self.process.stdout.readline()
+        if not reply.endswith(b"\n"):
+            return self._died(printed, start)
+        return self._outcome(json.loads(reply), hlo, printed)
+
+    def _outcome(self, reply: dict, hlo: Path, printed: int) -> Outcome:
+        if reply["status"] == "unavailable":
+            raise CompilerError(f"the target's compiler cannot be started: {reply['reason']}")
+        compressed = hlo.read_bytes() if reply["status"] == kinds.COMPILED else b""
+        return Outcome(**reply, messages=self._printed(printed), hlo_gzip=compressed)
+
+    def _wait(self, deadline: float, memory_limit_bytes: int) -> tuple[str, str] | None:
+        """``None`` once a reply or the end of the worker is there; otherwise which limit was passed."""
+        start = time.monotonic()
+        while not select.select([self.process.stdout], [], [], _POLL_SECONDS)[0]:
+            if time.monotonic() > deadline:
+                limit = deadline - start
+                return kinds.TIMED_OUT, f"the compile was stopped after the time limit of {limit:.3g} s; give time_limit_seconds= more"
+            resident = self.resident_bytes()
+            if resident > memory_limit_bytes:
+                return kinds.OVER_MEMORY, (
+                    f"the compile was stopped at {show_bytes(resident)} of this machine's memory, over the limit of "
+                    f"{show_bytes(memory_limit_bytes)}; give memory_limit_bytes= more, or a machine with more memory"
+                )
+        return None
+
+    def _died(self, printed: int, start: float) -> Outcome:
+        code = self.process.wait()
+        messages = self._printed(printed)
+        self.close()
+        if code >= 0:
+            raise CompilerError(f"the compile worker did not start or ended by itself (exit {code}): {' | '.join(messages[-3:])}")
+        if code == -signal.SIGKILL:
+            status, why = kinds.KILLED, "as the kernel does when memory runs out, or somebody did"
+        else:
+            last = messages[-1] if messages else "none"
+            status, why = kinds.ABORTED, f"XLA stops this way on an internal check; its last words: {last}"
+        reason = f"the compiler process died of {signal.Signals(-code).name}: {why}"
+        return Outcome(status=status, reason=reason, messages=messages, compile_seconds=time.monotonic() - start)
+
+    def _printed(self, since: int) -> tuple[str, ...]:
+        with open(self.log, "rb") as log:
+            log.seek(since)
+            text = log.read().decode(errors="replace")
+        lines = text.rpartition(_MARKER)[2].splitlines()
+        return tuple(dict.fromkeys(_LOG_STAMP.sub(r"\1 ", line.strip()) for line in lines if line.strip()))
+
+    def resident_bytes(self) -> int:
+        """Resident memory of the worker; 0 where the system does not say (there the memory limit does not bind)."""
+        try:
+            pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
+        except (OSError, IndexError):
+            return 0
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    def close(self) -> None:
+        """End the process and remove its folder."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):  # unsent bytes of a request to a dead worker
+                pipe.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def compile_in_worker(request: dict, bytecode: bytes, time_limit_seconds: float, memory_limit_bytes: int) -> Outcome:
+    """The Outcome of one compile, in an idle worker or a new one; several threads may ask at once."""
+    key = (request["platform"], request["partitions"] if request["platform"] == "cpu" else 1)
+    with _places:
+        worker = _take(key)
+        try:
+            result = worker.ask(request, bytecode, time_limit_seconds, memory_limit_bytes)
+        except BaseException:  # an interrupt leaves the worker in the middle of a compile
+            worker.close()
+            raise
+        _give_back(key, worker)
+    return result
+
+
+def _take(key: tuple[str, int]) -> Worker:
+    with _lock:
+        idle = _idle.setdefault(key, [])
+        while idle:
+            worker = idle.pop()
+            if worker.process.poll() is None and time.monotonic() - worker.idle_since < KEPT_SECONDS:
+                return worker
+            worker.close()
+    return Worker(key[1])
+
+
+def _give_back(key: tuple[str, int], worker: Worker) -> None:
+    if worker.process.poll() is not None:
+        return
+    with _lock:
+        if len(_idle[key]) < KEPT_WORKERS and worker.resident_bytes() < RETIRE_RSS_BYTES:
+            worker.idle_since = time.monotonic()
+            _idle[key].append(worker)
+            return
+    worker.close()
+
+
+@atexit.register
+def close_workers() -> None:
+    """End every idle worker."""
+    with _lock:
+        for idle in _idle.values():
+            while idle:
+                idle.pop().close()
+
+
+def _forget_after_fork() -> None:
+    # the forked child must neither use nor end its parent's workers
+    global _lock, _places, _idle, _of_the_parent
+    _lock, _places = threading.Lock(), threading.BoundedSemaphore(_PLACES)
+    _of_the_parent, _idle = _idle, {}
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
