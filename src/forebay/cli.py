@@ -1,0 +1,144 @@
+"""The ``forebay`` command: parse, call, print. Every command is one row of COMMANDS and loads only what it runs.
+
+Exit codes: 0 done (and ``plan``: it fits); 1 ``plan``: the compiler's answer is not that it fits; 2 input that cannot be used, with one
+message on standard error; 130 stopped by Ctrl-C.
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from forebay import __version__
+from forebay.errors import ForebayError, InputError, nearest
+
+DONE, DOES_NOT_FIT, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command that ``words`` (default: the process's own) name; the exit code."""
+    words = list(sys.argv[1:] if words is None else words)
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
+    except ForebayError as error:
+        print(f"forebay: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("forebay: stopped", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone (`forebay hardware | head`): say nothing, now or when the interpreter flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words:
+        print(_help(), file=sys.stderr)
+        return BAD_INPUT
+    name, rest = words[0], words[1:]
+    if name in ("-h", "--help", "help"):
+        print(_help())
+        return DONE
+    if name == "--version":
+        print(f"forebay {__version__}")
+        return DONE
+    if name not in COMMANDS:
+        raise InputError(f"there is no command {name!r}; {nearest(name, COMMANDS)} `forebay --help` lists them")
+    return COMMANDS[name].run(rest)
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS)) + 3
+    rows = [f"  {name:{width}}{command.summary}" for name, command in COMMANDS.items()]
+    head = "usage: forebay COMMAND [OPTIONS]\n\nTrain JAX models larger than GPU memory, by a plan that the real compiler has proved.\n"
+    return "\n".join([head, *rows, "", "`forebay COMMAND --help` says more. Documentation: README.md and docs/."])
+
+
+def _plan(words: list[str]) -> int:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # this process asks another machine's compiler; it must not wake an accelerator of its own
+    from forebay.training import planning
+
+    command = _parse("plan", planning.PlanCommand, words)
+    answer = planning.answer(command)
+    if command.as_json:
+        sys.stdout.write(answer.text)
+    else:
+        from forebay.report.tables import render_plan
+
+        print(render_plan(answer.record, cached=answer.cached))
+    return DONE if answer.record["verdict"]["fits"] else DOES_NOT_FIT
+
+
+def _train(words: list[str]) -> int:
+    from forebay.training.config import from_command_line
+
+    config = from_command_line(words)
+    from forebay.training.loop import train  # after the words: this loads jax
+
+    train(config)
+    return DONE
+
+
+def _explain(words: list[str]) -> int:
+    from tyro.conf import arg
+
+    def explain(plan: Annotated[Path, arg(metavar="PLAN")], entry: Annotated[str | None, arg(metavar="[ENTRY]")] = None, /) -> int:
+        """Show a plan.json, or one of its entries.
+
+        Args:
+            plan: The file that `forebay plan --out` or a run wrote.
+            entry: The name of an entry, or a pattern: optimizer:0/mu/*.
+        """
+        from forebay.report.tables import read_plan, render_entries, render_plan
+
+        record = read_plan(plan)
+        print(render_entries(record, entry) if entry else render_plan(record))
+        return DONE
+
+    return _parse("explain", explain, words)
+
+
+def _hardware(words: list[str]) -> int:
+    from tyro.conf import arg
+
+    def hardware(name: Annotated[str | None, arg(metavar="[NAME]")] = None, /) -> int:
+        """List the machines that forebay knows, or show one with the source of every figure.
+
+        Args:
+            name: A machine such as h100-sxm:8 or tpu-v5p:2x2x1. None: the whole list.
+        """
+        from forebay.hardware import Hardware
+        from forebay.report.hardware import render_catalog, render_hardware
+
+        print(render_hardware(Hardware.named(name)) if name else render_catalog())
+        return DONE
+
+    return _parse("hardware", hardware, words)
+
+
+def _parse(name: str, what: Callable, words: list[str]):
+    """What tyro makes of ``words``: an instance of a dataclass, or the result of a function."""
+    import tyro
+
+    return tyro.cli(what, args=words, prog=f"forebay {name}", config=(tyro.conf.FlagCreatePairsOff,))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command: its function from words to an exit code, and its line in `forebay --help`."""
+
+    run: Callable[[list[str]], int]
+    summary: str
+
+
+COMMANDS = {
+    "plan": Command(run=_plan, summary="what a train step needs on a machine that is not here, from that machine's real compiler"),
+    "explain": Command(run=_explain, summary="what a plan.json says: where each tensor stands, why, and what the compiler made of it"),
+    "train": Command(run=_train, summary="train a Llama-family model on text, under a plan"),
+    "hardware": Command(run=_hardware, summary="the machines that forebay knows, every figure with its source"),
+}

@@ -1,0 +1,203 @@
+"""From the words of ``forebay plan`` to a plan that the compiler has judged, through forebay's public verbs only.
+
+    model, seq, batch --make--> (loss_fn, optimizer, shapes) --trace--> Workload --by_hand--> Plan --judge--> Plan with its Verdict
+
+In: a `PlanCommand`. Out: an `Answer`, the text of plan.json. Loads jax only where the answer is not already on disk.
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import UseAppendAction, arg
+
+from forebay.errors import InputError, PlanError, nearest
+from forebay.hardware import Hardware
+from forebay.records.entries import PLACEMENTS
+from forebay.training import answers
+from forebay.training.models.presets import load_config, preset
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCommand:
+    """What a train step needs on a machine that is not here, from that machine's real compiler: HBM and host bytes per device.
+
+    Exit code 0: it fits; 1: it does not; 2: the question cannot be used. --seq and --batch are needed for a preset or a config.json.
+    """
+
+    model: Annotated[str, arg(metavar="MODEL")]
+    """A preset (llama-3.1-8b), a Hugging Face config.json, or module:function returning (loss_fn, optimizer, params, batch) as shapes."""
+    hardware: Annotated[str, arg(metavar="NAME:COUNT")]
+    """h100-sxm:8, h100-sxm:16x8 (hosts x devices), tpu-v5p:2x2x1. `forebay hardware` lists the names."""
+    seq: Annotated[int | None, arg(metavar="TOKENS")] = None
+    """Tokens of a sequence."""
+    batch: Annotated[int | None, arg(metavar="SEQUENCES")] = None
+    """Global batch, in sequences."""
+    place: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="RULE")] = ()
+    """A placement rule, ROLE_OR_PATTERN=hbm|host|recompute; repeat the flag for more, the last match wins. None: all resident."""
+    hbm: Annotated[str | None, arg(metavar="SIZE")] = None
+    """Raw HBM of one chip, such as 24GiB, instead of the catalog's."""
+    host_ram: Annotated[str | None, arg(metavar="SIZE")] = None
+    """RAM of one host, such as 2TiB, instead of the catalog's."""
+    out: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Write plan.json here."""
+    as_json: Annotated[bool, arg(name="json")] = False
+    """Print plan.json and nothing else on standard output."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """``text`` is plan.json; ``cached`` says that it was found on disk."""
+
+    text: str
+    cached: bool
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The fields of plan.json."""
+        return json.loads(self.text)
+
+
+def answer(command: PlanCommand) -> Answer:
+    """The plan that ``command`` asks for, judged by the compiler of its hardware, and written to ``command.out``.
+
+    Raises:
+        InputError: a name, size, rule, file or count that cannot be used.
+        CompilerError: the compiler of that hardware is not installed, or the step cannot be lowered for it.
+    """
+    hardware = Hardware.named(command.hardware, host_ram=command.host_ram, hbm=command.hbm)
+    rules = placement_rules(command.place)
+    if command.out is not None:
+        _check_writable(command.out)
+    key = _key(command, hardware)
+    text = answers.read(key) if key else None
+    cached = text is not None
+    if text is None:
+        plan = plan_program(load_program(command.model, command.seq, command.batch), rules, hardware)
+        text = plan.to_text()
+        if key and plan.verdict.fits is not None:  # a compile that was stopped may end another time
+            answers.write(key, text)
+    if command.out is not None:
+        _write(command.out, text)
+    return Answer(text=text, cached=cached)
+
+
+def plan_program(program: tuple, rules: dict[str, str], hardware: Hardware):
+    """The `Plan` of ``program`` (loss_fn, optimizer, params, batch) under ``rules``, with the verdict of its whole train step."""
+    from forebay.compiler import judge
+    from forebay.plan import Plan
+    from forebay.runtime import train_step
+    from forebay.workload import trace
+
+    loss_fn, optimizer, params, batch = program
+    plan = Plan.by_hand(trace(loss_fn, optimizer, params, batch), rules, hardware=hardware)
+    step = train_step(loss_fn, optimizer, plan)
+    verdict = judge(step, (plan.abstract_state(), batch), hardware, plan=plan)
+    return dataclasses.replace(plan, verdict=verdict)
+
+
+def load_program(model: str, seq: int | None, batch: int | None) -> tuple:
+    """``(loss_fn, optimizer, params, batch)`` of a preset's name, a Hugging Face config.json, or ``module:function``.
+
+    Raises:
+        InputError: no such model, or sizes that are missing or that it does not take.
+    """
+    if ":" in model:
+        return _call(model, {name: value for name, value in (("seq", seq), ("batch", batch)) if value is not None})
+    for name, value in (("--seq", seq), ("--batch", batch)):
+        if value is None:
+            raise InputError(f"{name} is missing: {model} needs the tokens of a sequence (--seq) and the sequences of a batch (--batch)")
+        if value < 1:
+            raise InputError(f"{name} is {value}; it must be at least 1")
+    config = load_config(model) if _is_file(model) else preset(model)
+    from forebay.training.models import llama  # after the name: this loads jax
+
+    return llama.make(config, batch=batch, seq=seq)
+
+
+def _is_file(model: str) -> bool:
+    return model.endswith(".json") or os.sep in model
+
+
+def _call(model: str, sizes: dict[str, int]) -> tuple:
+    """What the user's function returns; it is given ``seq`` and ``batch`` where it takes them."""
+    function = _find(model)
+    taken = inspect.signature(function).parameters
+    if extra := [name for name in sizes if name not in taken]:
+        raise InputError(f"{model} takes no {' and no '.join(extra)}; leave --{' and --'.join(extra)} out, or give it such a parameter")
+    program = function(**sizes)
+    if not isinstance(program, tuple) or len(program) != 4:
+        raise InputError(f"{model} returned {type(program).__name__}; it must return a tuple (loss_fn, optimizer, params, batch)")
+    return program
+
+
+def _find(model: str) -> Callable:
+    module_name, _, function_name = model.partition(":")
+    sys.path.insert(0, os.getcwd())  # as `python -m` does: a module beside the user is found
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and module_name.startswith(error.name):
+            raise InputError(f"--model {model}: there is no module {error.name!r} on the path or in {os.getcwd()}") from None
+        raise
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise InputError(f"--model {model}: {module_name} has no function {function_name!r}; {nearest(function_name, callables)}")
+    return function
+
+
+def placement_rules(place: tuple[str, ...]) -> dict[str, str]:
+    """``("optimizer=host",)`` as `Plan.by_hand` takes it. A repeated rule moves to the end: the last match wins.
+
+    Raises:
+        InputError: a text without a rule and a placement.
+    """
+    rules: dict[str, str] = {}
+    for text in place:
+        rule, _, placement = text.rpartition("=")
+        if not rule:
+            raise InputError(f"--place {text!r} is not a rule; write ROLE_OR_PATTERN=PLACEMENT, such as optimizer=host")
+        if placement not in PLACEMENTS:
+            raise InputError(f"--place {text!r}: there is no placement {placement!r}; {nearest(placement, PLACEMENTS)}")
+        rules.pop(rule, None)
+        rules[rule] = placement
+    return rules
+
+
+def _key(command: PlanCommand, hardware: Hardware) -> str | None:
+    """The key of the answer on disk; None where the model is code that no key covers."""
+    if ":" in command.model:
+        return None
+    try:
+        model = hashlib.sha256(Path(command.model).read_bytes()).hexdigest() if _is_file(command.model) else command.model
+    except OSError:
+        return None  # load_config says what is wrong with the file
+    question = {"model": model, "seq": command.seq, "batch": command.batch, "place": list(command.place)}
+    return answers.key_of(question | {"hardware": hardware.to_json()})
+
+
+def _check_writable(path: Path) -> None:
+    """Before the work, not after it."""
+    if path.is_dir():
+        raise PlanError(f"--out {path} is a folder; name a file in it, such as {path / 'plan.json'}")
+    if not path.parent.is_dir():
+        raise PlanError(f"--out {path}: there is no folder {path.parent}; make it first")
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    fresh = path.with_name(path.name + ".new")
+    try:
+        fresh.write_text(text)
+        os.replace(fresh, path)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        raise PlanError(f"{path} cannot be written ({error.strerror}); what stood there before is untouched") from error
