@@ -1,0 +1,95 @@
+"""What the replay of a compiled schedule says about time: step seconds with a band, lanes, exposed copies. Forecast, never measured."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from forebay.errors import InputError
+from forebay.units import GIB
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CopyTime:
+    """Host copies of one buffer in one step. ``buffer`` is the user's path of the argument that stands on the host, or says what else it is.
+
+    ``held_bytes`` is the size of the host buffer per device, ``moved_bytes`` what crosses the link in a step, ``exposed_seconds`` the time that
+    the compute lane spends waiting for these copies.
+    """
+
+    buffer: str
+    direction: str
+    held_bytes: int
+    moved_bytes: float
+    count: int
+    busy_seconds: float
+    exposed_seconds: float
+
+    @property
+    def exposed_ms_per_gib(self) -> float:
+        """Exposed milliseconds for each GiB that stands on the host."""
+        return self.exposed_seconds * 1e3 / (self.held_bytes / GIB) if self.held_bytes else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """One step of a compiled program on one machine, replayed. Seconds and bytes are per device and per step.
+
+    ``path`` splits step_seconds by cause and adds up to it: kinds of work, ``contention`` (compute slowed by copies and collectives),
+    ``launch gaps``, ``wait for LANE`` (nothing to do but wait). ``lanes`` is the busy time of each lane. ``flops`` counts what is executed,
+    recomputation included, causal attention as the half that is done. ``unknown_share`` is the part of step_seconds costed by bytes alone
+    because the instruction is not known; ``unknowns`` lists those as (what, how many, seconds). ``bound`` says what limits each host lane.
+    """
+
+    hardware: str
+    step_seconds: float
+    low_seconds: float
+    high_seconds: float
+    path: Mapping[str, float]
+    lanes: Mapping[str, float]
+    domains: Mapping[str, float]
+    bytes: Mapping[str, float]
+    flops: Mapping[str, float]
+    copies: tuple[CopyTime, ...]
+    exposed_copy_seconds: float
+    exposed_collective_seconds: float
+    baseline_seconds: float
+    unknown_share: float
+    unknowns: tuple[tuple[str, int, float], ...]
+    launches: int
+    link_use: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    bound: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    notes: tuple[str, ...] = ()
+    replay_seconds: float = 0.0
+
+    def __post_init__(self):
+        assert self.low_seconds <= self.step_seconds <= self.high_seconds, (self.low_seconds, self.step_seconds, self.high_seconds)
+
+    @property
+    def exposed_ms_per_gib(self) -> float:
+        """Exposed milliseconds of host copies for each GiB that stands on the host; 0 where none does."""
+        held = {c.buffer: c.held_bytes for c in self.copies}
+        total = sum(held.values())
+        return self.exposed_copy_seconds * 1e3 / (total / GIB) if total else 0.0
+
+    def to_json(self) -> dict:
+        """Plain values that json writes and ``from_json`` reads."""
+        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name in ("path", "lanes", "domains", "bytes", "flops", "link_use", "bound"):
+            data[name] = dict(data[name])
+        data["copies"] = [dataclasses.asdict(copy) for copy in self.copies]
+        data["unknowns"] = [list(item) for item in self.unknowns]
+        data["notes"] = list(self.notes)
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping) -> "Forecast":
+        """The forecast that ``to_json`` wrote. Raises InputError on a missing or unknown field."""
+        data = dict(data)
+        try:
+            data["copies"] = tuple(CopyTime(**item) for item in data["copies"])
+            data["unknowns"] = tuple(tuple(item) for item in data["unknowns"])
+            data["notes"] = tuple(data["notes"])
+            return cls(**data)
+        except (KeyError, TypeError) as problem:
+            raise InputError(f"this is not a forecast that forebay wrote: {problem}; make the plan again") from None

@@ -1,0 +1,187 @@
+"""``predict``: a compiled program and a machine in, a Forecast out.
+
+The schedule is parsed and classified once and replayed three times: with the constants as they are, and with every constant at the fast and at the slow end of
+its band. Those two ends are the low and high; they treat all errors as pulling the same way, so they are wider than one standard error.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from forebay.errors import InputError
+from forebay.hardware import Hardware
+from forebay.records.forecast import CopyTime, Forecast
+from forebay.records.verdict import Verdict
+from forebay.timeline.constants import Constants, constants_of
+from forebay.timeline.costs import Costs
+from forebay.timeline.kinds import classify
+from forebay.timeline.origins import Origin, Origins
+from forebay.timeline.parse import Module, parse_hlo
+from forebay.timeline.rates import Rates
+from forebay.timeline.replay import Event, Replay
+from forebay.timeline.work import Program
+
+BASELINE_SHARE = 0.70
+"""The one constant of the baseline to beat: executed flops / (this x peak)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A parsed and classified schedule, to be replayed on any number of machines."""
+
+    program: Program
+    origins: Mapping[str, Origin]
+
+    @property
+    def uses_host(self) -> bool:
+        return any(w.traffic.host_bytes for works in self.program.computations.values() for w in works)
+
+
+def read_schedule(source: Verdict | str) -> Schedule:
+    """The schedule of a verdict or of HLO text. Raises InputError where there is no scheduled HLO."""
+    module = parse_hlo(source if isinstance(source, str) else source.hlo)
+    program = classify(module)
+    return Schedule(program=program, origins=_origins(module, program))
+
+
+def _origins(module: Module, program: Program) -> dict[str, Origin]:
+    finder, found = Origins(module), {}
+    for name, works in program.computations.items():
+        inside = module.computations[name]
+        for work in works:
+            if work.kind == "host_copy":
+                found[work.name] = finder.of(inside.by_name[work.name], inside)
+    return found
+
+
+def predict(
+    verdict_or_hlo: Verdict | str | Schedule,
+    hardware: Hardware,
+    *,
+    tokens: float | None = None,
+    flops_per_token: float | None = None,
+    constants: Constants | None = None,
+    trip_counts: Mapping[str, int] | None = None,
+) -> Forecast:
+    """Forecast one step of a compiled program on ``hardware``.
+
+    ``tokens`` is the global number of tokens of a step and ``flops_per_token`` the model's own arithmetic for one (no recomputation; causal attention
+    as the half that is done): with them the forecast states tokens_per_second and MFU. ``trip_counts`` gives counts of loops, by the name of the
+    while, that the compiler does not know. Raises InputError for text without a schedule and for machine figures that are not known.
+
+    Source: the replay of FACTS section 7; constants in ``constants.toml``.
+    """
+    began = time.perf_counter()
+    schedule = verdict_or_hlo if isinstance(verdict_or_hlo, Schedule) else read_schedule(verdict_or_hlo)
+    constants = constants or constants_of(hardware.chip.name, hardware.chip.vendor)
+    trips = dict(trip_counts or {})
+    middle = _replay(schedule, hardware, constants, trips)
+    ends = [_replay(schedule, hardware, constants.bent(side), trips).now for side in (-1, 1)]
+    forecast = _forecast(middle, schedule, hardware, tokens, flops_per_token)
+    return _with_band(forecast, min(*ends, middle.now), max(*ends, middle.now), time.perf_counter() - began)
+
+
+def trace(verdict_or_hlo: Verdict | str | Schedule, hardware: Hardware, *, constants: Constants | None = None) -> tuple[Event, ...]:
+    """The bars of one replayed step, loops as their first, a steady and their last iteration; for ``perfetto`` and the lane picture."""
+    schedule = verdict_or_hlo if isinstance(verdict_or_hlo, Schedule) else read_schedule(verdict_or_hlo)
+    constants = constants or constants_of(hardware.chip.name, hardware.chip.vendor)
+    return tuple(_replay(schedule, hardware, constants, {}, tracing=True).events)
+
+
+def _replay(schedule: Schedule, hardware: Hardware, constants: Constants, trips: dict[str, int], *, tracing: bool = False) -> Replay:
+    costs = Costs(hardware, constants)
+    rates = Rates(costs, schedule.uses_host)
+    return Replay(schedule.program, costs, rates, tracing=tracing, trips=trips).run()
+
+
+def _with_band(forecast: Forecast, low: float, high: float, seconds: float) -> Forecast:
+    return replace(forecast, low_seconds=low, high_seconds=high, replay_seconds=seconds)
+
+
+def _table(replay: Replay, key: str) -> dict[str, float]:
+    return {k[1]: v for k, v in replay.sums.items() if k[0] == key and len(k) == 2}
+
+
+def _forecast(replay: Replay, schedule: Schedule, hardware: Hardware, tokens: float | None, flops_per_token: float | None) -> Forecast:
+    step, flops, lanes = replay.now, _table(replay, "flops"), _table(replay, "lane")
+    if step <= 0:
+        raise InputError("the program does nothing that takes time: there is no instruction to cost in its schedule")
+    copies = _copies(replay, schedule)
+    unknown = _table(replay, "unknown")
+    counts = _table(replay, "unknown count")
+    notes = set(replay.notes)
+    if replay.costs.is_tpu:
+        notes.add("TPU: collectives use an even share of the torus; XLA's mapping of groups to links is not read")
+    return Forecast(
+        hardware=hardware.name,
+        step_seconds=step,
+        low_seconds=step,
+        high_seconds=step,
+        path=_table(replay, "path"),
+        lanes=lanes,
+        domains=_table(replay, "domain"),
+        bytes=_table(replay, "bytes"),
+        flops=flops,
+        copies=copies,
+        exposed_copy_seconds=sum(v for k, v in replay.sums.items() if k[0] == "host_copy" and k[-1] == "exposed"),
+        exposed_collective_seconds=sum(v for k, v in replay.sums.items() if k[0] == "collective" and k[-1] == "exposed"),
+        baseline_seconds=_baseline(replay),
+        unknown_share=min(1.0, sum(unknown.values()) / step),
+        unknowns=tuple((what, int(counts[what]), unknown.get(what, 0.0)) for what in sorted(counts)),
+        launches=int(replay.sums.get(("launches",), 0)),
+        link_use=_link_use(replay, step),
+        bound=dict(replay.rates.binding) if schedule.uses_host else {},
+        tokens_per_second=tokens / step if tokens else None,
+        mfu=_mfu(hardware, step, tokens, flops_per_token),
+        notes=tuple(sorted(notes)),
+    )
+
+
+def _copies(replay: Replay, schedule: Schedule) -> tuple[CopyTime, ...]:
+    """Copies grouped by host buffer and direction, the most exposed first."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    direction = {w.name: "to_host" if w.traffic.host_written else "to_device" for works in schedule.program.computations.values() for w in works}
+    for name, origin in schedule.origins.items():
+        take = lambda what: replay.sums.get(("host_copy", name, what), 0.0)  # noqa: B023, E731
+        if not take("count"):
+            continue
+        row = groups.setdefault((origin.label, direction[name]), [0.0, 0.0, 0.0, 0.0, 0.0])
+        row[0] = max(row[0], origin.held_bytes)
+        for at, what in enumerate(("bytes", "count", "busy", "exposed"), start=1):
+            row[at] += take(what)
+    rows = [
+        CopyTime(
+            buffer=label, direction=way, held_bytes=int(held), moved_bytes=moved, count=int(count), busy_seconds=busy, exposed_seconds=exposed
+        )
+        for (label, way), (held, moved, count, busy, exposed) in groups.items()
+    ]  # fmt: skip
+    return tuple(sorted(rows, key=lambda c: (-c.exposed_seconds, c.buffer, c.direction)))
+
+
+def _baseline(replay: Replay) -> float:
+    """Executed flops over one constant x the peak of their type: what a person would compute on the back of an envelope."""
+    total = 0.0
+    for (kind, dtype), flops in _flops_by_dtype(replay).items():
+        total += flops / (BASELINE_SHARE * replay.costs.peak(dtype)[1])
+    return total
+
+
+def _flops_by_dtype(replay: Replay) -> dict[tuple[str, str], float]:
+    return {(k[1], k[2]): v for k, v in replay.sums.items() if k[0] == "flops" and len(k) == 3}
+
+
+def _link_use(replay: Replay, step: float) -> dict[str, float]:
+    """How full the host link is over the whole step, by direction: bytes over (rate x step)."""
+    found = {}
+    for lane in ("to_device", "to_host"):
+        moved = replay.sums.get(("bytes", lane), 0.0)
+        if moved:
+            found[lane] = moved / (replay.costs.link_rate(lane) * step)
+    return found
+
+
+def _mfu(hardware: Hardware, step: float, tokens: float | None, flops_per_token: float | None) -> float | None:
+    """Model flops over the bf16 peak of all devices."""
+    if not tokens or not flops_per_token or "bf16" not in hardware.peak_flops:
+        return None
+    return tokens * flops_per_token / (step * hardware.devices * float(hardware.peak_flops["bf16"]))

@@ -1,0 +1,246 @@
+"""The schedule replayed on lanes.
+
+The compute lane runs instructions one after the other, in the order of the schedule. An asynchronous start puts a transfer at the end of its lane's queue and
+costs nothing; its done blocks the compute lane until the transfer is over. Between two events every lane moves at a constant rate (``rates``), so the
+replay goes from event to event:
+
+    start:    queue[lane] += transfer
+    compute:  until its seconds have passed: step to the next event at the current rates
+    done:     while the transfer is not over: step to the next event; the time so spent is *exposed*, charged to that transfer
+    loop:     replay the body until an iteration takes as long as the last one and no outer transfer is in flight (the steady state);
+              multiply the steady iteration; replay the last one
+
+A synchronous collective or copy is a start with its done at once. Conditionals take their longest branch (stated in the notes).
+Cost: linear in the instructions replayed; nested calls use a stack of depth at most MAX_DEPTH.
+Known limits: lanes are first in, first out, which is not how the hardware's queues share but has the same total; one device stands for all.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from forebay.errors import UnsupportedError
+from forebay.timeline.costs import Cost, Costs
+from forebay.timeline.rates import Rates
+from forebay.timeline.work import Program, Work
+
+MAX_DEPTH = 64
+STEADY_AFTER = 64
+"""Iterations after which a loop is taken as steady even if its iterations still differ (by their last duration)."""
+_SAME = 1e-9
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A transfer in a lane's queue. ``left`` is in seconds-alone."""
+
+    work: Work
+    cost: Cost
+    left: float
+    begun: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One bar of the picture: seconds from the start of the step."""
+
+    lane: str
+    name: str
+    kind: str
+    begin_seconds: float
+    end_seconds: float
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class Replay:
+    """A replay in progress and, once ``run`` returned, its result: ``now`` is the step time and ``sums`` holds every total by key."""
+
+    program: Program
+    costs: Costs
+    rates: Rates
+    tracing: bool = False
+    trips: dict[str, int] = field(default_factory=dict)
+    now: float = 0.0
+    sums: dict[tuple, float] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    notes: set[str] = field(default_factory=set)
+    queues: dict[str, deque] = field(default_factory=dict)
+    prices: dict[str, Cost] = field(default_factory=dict)
+
+    def run(self) -> "Replay":
+        """Replay the entry computation; transfers still in flight at its end are waited for."""
+        self._computation(self.program.entry, 0)
+        for queue in list(self.queues.values()):
+            while queue:
+                self._wait(queue[-1])
+        return self
+
+    def _add(self, key: tuple, amount: float) -> None:
+        self.sums[key] = self.sums.get(key, 0.0) + amount
+
+    def _computation(self, name: str, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise UnsupportedError(f"computations nested more than {MAX_DEPTH} deep (at {name!r}) are not replayed")
+        started: dict[str, Transfer] = {}
+        for work in self.program.computations[name]:
+            if work.kind == "free":
+                continue
+            if work.kind == "done":
+                self._finish(work, started)
+            elif work.kind == "loop":
+                self._loop(work, depth)
+            elif work.kind == "call":
+                for callee in work.callees:
+                    self._computation(callee, depth + 1)
+            elif work.kind == "conditional":
+                self._conditional(work, depth)
+            else:
+                self._issue(work, f"{name}/{work.name}", started)
+        for transfer in started.values():  # started, never awaited here: it must be over before the computation ends
+            self._wait(transfer)
+
+    def _finish(self, work: Work, started: dict[str, Transfer]) -> None:
+        transfer = started.pop(work.awaits, None)
+        if transfer is not None:
+            self._wait(transfer)
+
+    def _issue(self, work: Work, key: str, started: dict[str, Transfer]) -> None:
+        cost = self.prices.get(key)
+        if cost is None:
+            cost = self.prices[key] = self.costs.of(work)
+        self._count(work, cost)
+        if cost.lane == "compute":
+            self._compute(work, cost)
+            return
+        transfer = Transfer(work, cost, cost.seconds)
+        self.queues.setdefault(cost.lane, deque()).append(transfer)
+        if work.asynchronous:
+            started[work.name] = transfer
+        else:
+            self._wait(transfer)
+
+    def _count(self, work: Work, cost: Cost) -> None:
+        self._add(("launches",), 1)
+        self._add(("bytes", cost.lane), cost.bytes)
+        if work.flops:
+            self._add(("flops", work.kind), work.flops)
+            self._add(("flops", work.kind, work.product.dtype), work.flops)
+        if work.kind == "unknown":
+            self._add(("unknown", work.why_unknown), cost.seconds)
+            self._add(("unknown count", work.why_unknown), 1)
+        if work.kind in ("host_copy", "collective"):
+            self._add((work.kind, work.name, "bytes"), cost.bytes)
+            self._add((work.kind, work.name, "count"), 1)
+            self._add((work.kind, work.name, "busy"), cost.seconds)
+
+    def _compute(self, work: Work, cost: Cost) -> None:
+        begin, left, gap = self.now, cost.seconds, self.costs.constants.gap_seconds
+        while left > 0:
+            busy = self._busy()
+            slow = self.rates.slow_down(busy)
+            span = min(left * slow, self._next_end(busy))
+            self._pass(span, busy)
+            left -= span / slow
+            if left <= cost.seconds * 1e-12:
+                left = 0.0
+        self._add(("path", work.kind), cost.seconds)
+        self._add(("path", "contention"), self.now - begin - cost.seconds)
+        self._add(("lane", "compute"), self.now - begin)
+        self._event("compute", work, begin)
+        self._elapse(gap)
+        self._add(("path", "launch gaps"), gap)
+
+    def _elapse(self, seconds: float) -> None:
+        """Time that passes on the compute lane without work of its own."""
+        while seconds > 0:
+            busy = self._busy()
+            span = min(seconds, self._next_end(busy))
+            self._pass(span, busy)
+            seconds -= span
+            if seconds < 1e-15:
+                return
+
+    def _wait(self, transfer: Transfer) -> None:
+        begin = self.now
+        while transfer.left > 0:
+            busy = self._busy()
+            self._pass(self._next_end(busy), busy)
+        exposed = self.now - begin
+        if exposed > 0:
+            self._add(("path", f"wait for {transfer.cost.lane}"), exposed)
+            self._add((transfer.work.kind, transfer.work.name, "exposed"), exposed)
+
+    def _busy(self) -> list[str]:
+        return [lane for lane, queue in self.queues.items() if queue]
+
+    def _next_end(self, busy: list[str]) -> float:
+        return min((self.queues[lane][0].left / self.rates.transfer_rate(lane, busy) for lane in busy), default=float("inf"))
+
+    def _pass(self, span: float, busy: list[str]) -> None:
+        """Let ``span`` seconds pass: the head of every busy lane moves on, and leaves its queue when it is over."""
+        start, self.now = self.now, self.now + span
+        for lane in busy:
+            head = self.queues[lane][0]
+            head.begun = start if head.begun is None else head.begun
+            head.left -= span * self.rates.transfer_rate(lane, busy)
+            self._add(("lane", lane), span)
+            if head.cost.domain:
+                self._add(("domain", head.cost.domain), span)
+            if head.left <= head.cost.seconds * 1e-9 + 1e-15:
+                head.left = 0.0
+                self.queues[lane].popleft()
+                self._event(lane, head.work, head.begun)
+
+    def _event(self, lane: str, work: Work, begin: float) -> None:
+        if self.tracing:
+            self.events.append(
+                Event(lane=lane, name=work.name, kind=work.kind, begin_seconds=begin, end_seconds=self.now, detail=work.op_name)
+            )  # fmt: skip
+
+    def _loop(self, work: Work, depth: int) -> None:
+        count = self.trips.get(work.name, work.trip_count)
+        if count is None:
+            self._add(("unknown count", f"trip count of {work.name}: one iteration assumed"), 1)
+            self._add(("unknown", f"trip count of {work.name}: one iteration assumed"), 0.0)
+            count = 1
+        body, last = work.callees[0], None
+        for done in range(1, count + 1):
+            before, begin = dict(self.sums), self.now
+            self._computation(body, depth + 1)
+            duration = self.now - begin
+            steady = last is not None and abs(duration - last) <= _SAME * duration and not any(self.queues.values())
+            if (steady or done >= STEADY_AFTER) and count - done > 1:
+                self._multiply(before, duration, count - done - 1, work)
+                self._computation(body, depth + 1)
+                return
+            last = duration
+
+    def _multiply(self, before: dict[tuple, float], duration: float, times: int, work: Work) -> None:
+        for key, total in list(self.sums.items()):
+            self.sums[key] = total + (total - before.get(key, 0.0)) * times
+        begin, self.now = self.now, self.now + duration * times
+        if self.tracing:
+            self.events.append(
+                Event(lane="compute", name=f"{work.name}: {times} more like the last", kind="loop", begin_seconds=begin, end_seconds=self.now)
+            )  # fmt: skip
+
+    def _conditional(self, work: Work, depth: int) -> None:
+        """The longest branch, told by its work alone; the others are not replayed."""
+        self.notes.add("conditionals are costed by their longest branch")
+        longest = max(work.callees, key=lambda callee: self._alone(callee, depth + 1))
+        self._computation(longest, depth + 1)
+
+    def _alone(self, name: str, depth: int) -> float:
+        """Seconds of a computation's work without overlap."""
+        if depth > MAX_DEPTH:
+            raise UnsupportedError(f"computations nested more than {MAX_DEPTH} deep (at {name!r}) are not replayed")
+        total = 0.0
+        for work in self.program.computations[name]:
+            if work.kind in ("free", "done"):
+                continue
+            if work.callees:
+                inner = [self._alone(c, depth + 1) for c in (work.callees[:1] if work.kind == "loop" else work.callees)]
+                total += max(inner) * (work.trip_count or 1)
+            else:
+                total += self.costs.of(work).seconds
+        return total
