@@ -8,7 +8,7 @@ import dataclasses
 
 import jax
 import numpy as np
-from jax._src import compiler, dispatch
+from jax._src import compiler, core, dispatch
 from jax._src.interpreters import mlir, pxla
 from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir
@@ -67,9 +67,14 @@ def context_mesh(traced):
     return traced._params["ctx_mesh"]
 
 
-def needs_devices(traced) -> bool:
-    """Whether a primitive of the program cannot be lowered on an abstract mesh (cuDNN attention, custom partitioning)."""
-    return dispatch.jaxpr_has_prim_requiring_devices(traced.jaxpr.jaxpr)
+def primitives_with_devices(traced) -> list[str]:
+    """The primitives of the program that cannot be lowered on an abstract mesh: cuDNN attention, custom partitioning, callbacks."""
+    found, waiting = set(), [traced.jaxpr.jaxpr]
+    while waiting:
+        jaxpr = waiting.pop()
+        found |= {eqn.primitive.name for eqn in jaxpr.eqns if eqn.primitive in dispatch.prim_requires_devices_during_lowering}
+        waiting.extend(core.subjaxprs(jaxpr))
+    return sorted(found)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

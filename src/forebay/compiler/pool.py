@@ -106,8 +106,7 @@ class Worker:
         if code == -signal.SIGKILL:
             status, why = kinds.KILLED, "as the kernel does when memory runs out, or somebody did"
         else:
-            last = messages[-1] if messages else "none"
-            status, why = kinds.ABORTED, f"XLA stops this way on an internal check; its last words: {last}"
+            status, why = kinds.ABORTED, f"XLA stops this way on an internal check; its last words: {_last_words(messages)}"
         reason = f"the compiler process died of {signal.Signals(-code).name}: {why}"
         return Outcome(status=status, reason=reason, messages=messages, compile_seconds=time.monotonic() - start)
 
@@ -134,6 +133,12 @@ class Worker:
             with contextlib.suppress(OSError):  # unsent bytes of a request to a dead worker
                 pipe.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _last_words(messages: tuple[str, ...]) -> str:
+    """The line of the failed check; without one the last line that is not a frame of the stack trace after it."""
+    spoken = [line for line in messages if not line.startswith(("@", "***"))]
+    return next((line for line in spoken if line.startswith("F ")), spoken[-1] if spoken else "none")
 
 
 def compile_in_worker(request: dict, bytecode: bytes, time_limit_seconds: float, memory_limit_bytes: int) -> Outcome:

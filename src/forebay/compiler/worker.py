@@ -79,7 +79,9 @@ def serve(request: dict) -> dict:
         text = jaxcompat.hlo_text(executable)
         sizes = jaxcompat.sizes(executable)
     except Exception as problem:  # XLA raises many types; each is the compiler's answer to this program
-        return {"status": "refused", "reason": f"{problem}" or type(problem).__name__, "compile_seconds": time.perf_counter() - start}
+        text = str(problem).strip() or type(problem).__name__
+        print(text, file=sys.stderr, flush=True)  # the whole of it is kept among the messages
+        return {"status": "refused", "reason": text.splitlines()[0], "compile_seconds": time.perf_counter() - start}
     with open(request["hlo"], "wb") as file:
         file.write(gzip.compress(text.encode(), compresslevel=3))
     return {"status": "compiled", "sizes": sizes, "compile_seconds": seconds}

@@ -131,8 +131,8 @@ class Verdict:
             raise InputError(f"this is not a verdict that forebay wrote: {problem}; judge the program again") from None
 
     def __str__(self) -> str:
-        word = {True: "fits", False: "does not fit", None: "unknown"}[self.fits]
-        lines = [f"{word} (compiled): {self.reason}" if self.compiled else f"{word}: {self.reason}"]
+        words = {True: "fits", False: "does not fit", None: "unknown"} if self.compiled else {False: "does not compile", None: "unknown"}
+        lines = [f"{words[self.fits]}{' (compiled)' if self.compiled else ''}: {self.reason}"]
         for title, memory, budget in (("HBM", self.hbm, self.hbm_budget_bytes), ("host", self.host, self.host_budget_bytes)):
             if memory is not None:
                 parts = ("argument", "output", "alias", "temp")
