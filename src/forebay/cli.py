@@ -88,15 +88,17 @@ def _explain(words: list[str]) -> int:
     from tyro.conf import arg
 
     def explain(plan: Annotated[Path, arg(metavar="PLAN")], entry: Annotated[str | None, arg(metavar="[ENTRY]")] = None, /) -> int:
-        """Show a plan.json, or one of its entries.
+        """Show a plan.json, or some of its entries.
 
         Args:
             plan: The file that `forebay plan --out` or a run wrote.
-            entry: The name of an entry, or a pattern: optimizer:0/mu/*.
+            entry: The name of an entry, a role, or a pattern such as optimizer:0/mu/*.
         """
-        from forebay.report.tables import read_plan, render_entries, render_plan
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        from forebay.plan import Plan
+        from forebay.report.tables import render_entries, render_plan
 
-        record = read_plan(plan)
+        record = Plan.load(plan).to_json()
         print(render_entries(record, entry) if entry else render_plan(record))
         return DONE
 
@@ -104,21 +106,12 @@ def _explain(words: list[str]) -> int:
 
 
 def _hardware(words: list[str]) -> int:
-    from tyro.conf import arg
+    from forebay.hardware import Hardware
+    from forebay.report.hardware import HardwareCommand, render_catalog, render_hardware
 
-    def hardware(name: Annotated[str | None, arg(metavar="[NAME]")] = None, /) -> int:
-        """List the machines that forebay knows, or show one with the source of every figure.
-
-        Args:
-            name: A machine such as h100-sxm:8 or tpu-v5p:2x2x1. None: the whole list.
-        """
-        from forebay.hardware import Hardware
-        from forebay.report.hardware import render_catalog, render_hardware
-
-        print(render_hardware(Hardware.named(name)) if name else render_catalog())
-        return DONE
-
-    return _parse("hardware", hardware, words)
+    name = _parse("hardware", HardwareCommand, words).name
+    print(render_hardware(Hardware.named(name)) if name else render_catalog())
+    return DONE
 
 
 def _parse(name: str, what: Callable, words: list[str]):

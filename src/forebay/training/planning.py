@@ -80,8 +80,9 @@ def answer(command: PlanCommand) -> Answer:
     text = answers.read(key) if key else None
     cached = text is not None
     if text is None:
-        plan = plan_program(load_program(command.model, command.seq, command.batch), rules, hardware)
-        text = plan.to_text()
+        program = load_program(command.model, command.seq, command.batch)
+        plan = plan_program(program, rules, hardware, _described(command))
+        text = json.dumps(plan.to_json(), indent=1) + "\n"
         if key and plan.verdict.fits is not None:  # a compile that was stopped may end another time
             answers.write(key, text)
     if command.out is not None:
@@ -89,8 +90,11 @@ def answer(command: PlanCommand) -> Answer:
     return Answer(text=text, cached=cached)
 
 
-def plan_program(program: tuple, rules: dict[str, str], hardware: Hardware):
-    """The `Plan` of ``program`` (loss_fn, optimizer, params, batch) under ``rules``, with the verdict of its whole train step."""
+def plan_program(program: tuple, rules: dict[str, str], hardware: Hardware, described: dict[str, Any] | None = None) -> Any:
+    """The `Plan` of ``program`` (loss_fn, optimizer, params, batch) under ``rules``, with the verdict on its whole train step.
+
+    ``described`` goes over what the plan says of its workload: the model's name, the sizes that a person asked for.
+    """
     from forebay.compiler import judge
     from forebay.plan import Plan
     from forebay.runtime import train_step
@@ -99,8 +103,13 @@ def plan_program(program: tuple, rules: dict[str, str], hardware: Hardware):
     loss_fn, optimizer, params, batch = program
     plan = Plan.by_hand(trace(loss_fn, optimizer, params, batch), rules, hardware=hardware)
     step = train_step(loss_fn, optimizer, plan)
-    verdict = judge(step, (plan.abstract_state(), batch), hardware, plan=plan)
-    return dataclasses.replace(plan, verdict=verdict)
+    verdict = judge(step, (plan.abstract_state(), plan.abstract_batch()), hardware, plan=plan)
+    return dataclasses.replace(plan, workload={**plan.workload, **(described or {})}, verdict=verdict)
+
+
+def _described(command: PlanCommand) -> dict[str, Any]:
+    sizes = {"global_batch": command.batch, "sequence_length": command.seq}
+    return {"model": command.model} | {name: size for name, size in sizes.items() if size is not None}
 
 
 def load_program(model: str, seq: int | None, batch: int | None) -> tuple:

@@ -1,0 +1,138 @@
+"""Terminal tables of a plan: what each role holds in HBM and in host memory, the largest entries, and the compiler's word.
+
+In: the record of a plan.json, nothing else, so that showing a plan loads no jax. Every size is per device. Sizes of roles are arithmetic on
+the plan's entries (*planned*); totals are the compiler's (*compiled*); the two are never added up.
+"""
+
+import fnmatch
+import io
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from forebay.errors import InputError, nearest
+from forebay.records import ROLES
+from forebay.units import show_bytes, show_seconds
+
+LARGEST = 10
+NOTHING = "-"
+# What is an argument of the step, and so part of the compiled arguments; the rest lives in its temporaries.
+ARGUMENTS = ("parameter", "optimizer", "accumulator", "batch")
+_PARTS = (("arguments", "argument_bytes"), ("outputs", "output_bytes"), ("donated outputs", "alias_bytes"), ("temporaries", "temp_bytes"))
+
+
+def render_plan(record: Mapping, cached: bool = False) -> str:
+    """The whole plan for a terminal. ``cached``: the answer was found on disk."""
+    verdict = record.get("verdict")
+    parts = [_title(record), _table_of_roles(record["entries"])]
+    if verdict:
+        parts.append(_table_of_sizes(verdict))
+    parts.append(_table_of_entries("largest entries", record["entries"], LARGEST))
+    parts.append("\n".join(_verdict_lines(verdict, cached)) if verdict else "No verdict: the compiler has not been asked.")
+    return "\n\n".join(parts)
+
+
+def render_entries(record: Mapping, pattern: str) -> str:
+    """The entries that ``pattern`` names, each with its reason.
+
+    Raises:
+        InputError: no entry has such a name, with the nearest.
+    """
+    names = [entry["name"] for entry in record["entries"]]
+    found = [e for e in record["entries"] if fnmatch.fnmatchcase(e["name"], pattern) or pattern in (e["role"], e["name"].partition(":")[2])]
+    if not found:
+        raise InputError(f"no entry of this plan is called {pattern!r}; {nearest(pattern, names)}")
+    return _table_of_entries(f"{len(found)} of {len(names)} entries", found, len(found))
+
+
+def _title(record: Mapping) -> str:
+    work, hardware, verdict = record["workload"], record["hardware"], record.get("verdict")
+    said = {True: "fits (compiled)", False: "does not fit", None: "unknown"}[verdict["fits"]] if verdict else "not judged"
+    sizes = [f"{work['parameters'] / 1e9:.3g} B parameters" if work.get("parameters") else ""]
+    sizes += [f"global batch {work['global_batch']}" if work.get("global_batch") else ""]
+    sizes += [f"sequences of {work['sequence_length']}" if work.get("sequence_length") else ""]
+    machine = f"{hardware['name']} ({hardware['devices']} devices)" if hardware else "one device"
+    what = ", ".join(size for size in sizes if size)
+    return f"{work.get('model') or 'model'} on {machine}: {said}\n{what}; sizes below are per device"
+
+
+def _table_of_roles(entries: Iterable[Mapping]) -> str:
+    table = _table("role (planned)", ">HBM", ">host", "held in", "recomputed")
+    sums: Counter = Counter()
+    count: Counter = Counter()
+    for entry in entries:
+        sums[entry["role"], entry["placement"]] += entry["bytes_per_device"]
+        count[entry["role"], entry["placement"] == "recompute"] += 1
+    for role in ROLES:
+        if count[role, True] or count[role, False]:
+            where = "arguments" if role in ARGUMENTS else "temporaries"
+            redone = f"{count[role, True]} of {count[role, True] + count[role, False]}" if count[role, True] else ""
+            table.add_row(role, _size(sums[role, "hbm"]), _size(sums[role, "host"]), where, redone)
+    return _text(table)
+
+
+def _table_of_sizes(verdict: Mapping) -> str:
+    hbm, host = verdict["hbm"], verdict["host"]
+    table = _table("the step (compiled)", ">HBM", ">host")
+    if hbm and host:
+        for title, field in _PARTS:
+            sign = "-" if field == "alias_bytes" and hbm[field] + host[field] else ""
+            table.add_row(title, *(sign + _size(side[field]) if side[field] else NOTHING for side in (hbm, host)))
+        table.add_row("total", show_bytes(hbm["total_bytes"]), show_bytes(host["total_bytes"]))
+    table.add_row("budget", show_bytes(verdict["hbm_budget_bytes"]), show_bytes(verdict["host_budget_bytes"]))
+    return _text(table)
+
+
+def _table_of_entries(title: str, entries: Iterable[Mapping], count: int) -> str:
+    table = _table(title, ">bytes", "placement", "reason")
+    for entry in sorted(entries, key=lambda entry: -entry["bytes_per_device"])[:count]:
+        layers = entry.get("layers")
+        name = entry["name"] + (f" [{layers[0]}:{layers[1]}]" if layers else "")
+        table.add_row(name, show_bytes(entry["bytes_per_device"]), entry["placement"], entry["reason"])
+    return _text(table)
+
+
+def _verdict_lines(verdict: Mapping, cached: bool) -> Iterable[str]:
+    word = {True: "compiled: fits", False: "compiled: does not fit" if verdict["hbm"] else "not compiled", None: "unknown"}[verdict["fits"]]
+    yield f"{word}: {verdict['reason']}"
+    if verdict["attention"]:
+        yield "compiled: attention kernels " + ", ".join(f"{count} x {name}" for name, count in verdict["attention"].items())
+    if verdict["host_copies"]:
+        yield "compiled: host copies in one step: " + ", ".join(_moved(verdict["host_copies"]))
+    if verdict["ignored"]:
+        yield "compiled: asked onto the host and not there: " + ", ".join(verdict["ignored"])
+    for hazard in verdict["hazards"]:
+        yield f"hazard {hazard['id']}: {hazard['message']} -> {hazard['action']}"
+    yield from (f"note: {message}" for message in verdict["messages"])
+    versions = ", ".join(f"{name} {version}" for name, version in verdict["versions"].items())
+    how = "found on disk, compiled before in" if cached or verdict["cached"] else "compiled in"
+    yield f"{how} {show_seconds(verdict['compile_seconds'])} for {verdict['target']}, with {versions}"
+
+
+def _moved(copies: Iterable[Mapping]) -> Iterable[str]:
+    sums: Counter = Counter()
+    for copy in copies:
+        sums[copy["direction"]] += copy["bytes"] * (copy["trip_count"] or 1)
+    return (f"{show_bytes(count)} {direction.replace('_', ' ')}" for direction, count in sums.items())
+
+
+def _size(count: int) -> str:
+    return show_bytes(count) if count else NOTHING
+
+
+def _table(*columns: str) -> Table:
+    """A plain table; a column whose name starts with ``>`` is set to the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(column.removeprefix(">"), justify="right" if right else "left", overflow="fold", no_wrap=right)
+    return table
+
+
+def _text(table: Table) -> str:
+    page = io.StringIO()
+    Console(file=page, width=max(shutil.get_terminal_size((120, 40)).columns, 80), highlight=False).print(table, markup=False)
+    return "\n".join(line.rstrip() for line in page.getvalue().rstrip().splitlines())
