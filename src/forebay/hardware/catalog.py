@@ -2,7 +2,7 @@
 
 A data file holds ``[source.KEY]`` tables (title, kind, date), ``[family.KEY]`` tables (figures that XLA is given for every chip of a
 family) and ``[chip.NAME]`` tables. A figure is ``[value, source key]``; a size may be written ``"2TiB"``. Tables of XLA's figures name
-one source for the whole table.
+one source for the whole table, and a figure of another source is written like the rest.
 """
 
 import functools
@@ -40,7 +40,7 @@ def lookup(name: str) -> Chip:
 
 def find_by_description(description: str) -> Chip | None:
     """The chip that a driver calls ``description`` (``NVIDIA H100 80GB HBM3``), or None."""
-    known = {_squash(chip.description): chip for chip in _chips().values()}
+    known = {_squash(name): chip for chip in _chips().values() for name in (chip.description, *chip.driver_names)}
     return known.get(_squash(description))
 
 
@@ -67,7 +67,7 @@ class _Reader:
         self.sources, self.families, self.common = sources, families, common
 
     def chip(self, name: str, record: dict) -> Chip:
-        record = dict(record)
+        record = {**record, "driver_names": tuple(record.get("driver_names", ()))}
         platform = record.pop("platform", "cuda")
         family = record.pop("family", None)
         tables = {"link": Link, "interconnect": Fabric, "nic": Fabric, "host": Host}
@@ -80,13 +80,8 @@ class _Reader:
 
     def figure(self, figure: list) -> Quantity:
         value, key = figure
-        if isinstance(value, str):
-            value = parse_bytes(value)
-        return self._quantity(value, key)
-
-    def _quantity(self, value, key: str) -> Quantity:
         source = self.sources[key]
-        return Quantity(value, source["title"], source.get("date"), source["kind"])
+        return Quantity(parse_bytes(value) if isinstance(value, str) else value, source["title"], source.get("date"), source["kind"])
 
     def _part(self, kind, record: dict):
         plain = {key: value for key, value in record.items() if key in _NOT_FIGURES}
@@ -97,8 +92,9 @@ class _Reader:
         return kind(**plain, **{key: figures.get(key) for key in wanted})
 
     def _xla(self, family: str, own: dict, figures: dict[str, Quantity]) -> dict[str, Quantity]:
-        xla = {"device_memory_size": figures["hbm_bytes"], "memory_bandwidth": figures["hbm_bytes_per_second"]}
+        xla = {"memory_bandwidth": figures["hbm_bytes_per_second"]}
         for table in (self.common, self.families[family], own):
             source = table["source"]
-            xla |= {key: self._quantity(value, source) for key, value in table.items() if key != "source"}
+            written = {key: value for key, value in table.items() if key != "source"}
+            xla |= {key: self.figure(value if isinstance(value, list) else [value, source]) for key, value in written.items()}
         return xla

@@ -5,6 +5,7 @@ who needs it raises an error or asks for a probe, and never guesses.
 """
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from forebay.hardware.quantity import Quantity
 
@@ -17,6 +18,8 @@ def _json(value):
 class Link:
     """The link between one chip and its host's memory, pinned, in bytes per second; ``both`` is the sum of the two directions at once."""
 
+    RATES: ClassVar[tuple[str, ...]] = ("to_device_bytes_per_second", "to_host_bytes_per_second", "both_bytes_per_second")
+
     name: str
     to_device_bytes_per_second: Quantity | None
     to_host_bytes_per_second: Quantity | None
@@ -28,8 +31,7 @@ class Link:
         return Link(name=self.name, **shares)
 
     def _rates(self) -> dict[str, Quantity | None]:
-        names = ("to_device_bytes_per_second", "to_host_bytes_per_second", "both_bytes_per_second")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in self.RATES}
 
     def to_json(self) -> dict:
         """A dict of plain values."""
@@ -111,6 +113,10 @@ class Chip:
     derived: bool = False
     """True where the compiler's figures are not published for this chip and were taken from its family."""
     devices_per_chip: int = 1
+    driver_names: tuple[str, ...] = ()
+    """Names by which the driver of a real machine calls this chip, beside ``description``."""
+    cores: int | None = None
+    """CPU only: cores that this process may use."""
     compiler_name: str | None = None
     """TPU only: the name by which libtpu knows it."""
     pod_chips: int | None = None
@@ -124,8 +130,8 @@ class Chip:
 
     def to_json(self) -> dict:
         """A dict of plain values, enough to rebuild the chip without the catalog."""
-        plain = ("name", "description", "vendor", "platform", "derived", "devices_per_chip", "compiler_name", "pod_chips")
-        record = {name: getattr(self, name) for name in plain}
+        plain = ("name", "description", "vendor", "platform", "derived", "devices_per_chip", "compiler_name", "pod_chips", "cores")
+        record = {name: getattr(self, name) for name in plain} | {"driver_names": list(self.driver_names)}
         for name in ("hbm_bytes", "hbm_bytes_per_second", "link", "interconnect", "nic", "host"):
             record[name] = _json(getattr(self, name))
         for name in ("peak_flops", "xla"):
@@ -135,8 +141,9 @@ class Chip:
     @classmethod
     def from_json(cls, record: dict) -> "Chip":
         """The chip that ``to_json`` wrote."""
-        readers = {"link": Link, "interconnect": Fabric, "nic": Fabric, "host": Host, "hbm_bytes": Quantity, "hbm_bytes_per_second": Quantity}
-        fields = dict(record)
+        readers = {"link": Link, "interconnect": Fabric, "nic": Fabric, "host": Host}
+        readers |= dict.fromkeys(("hbm_bytes", "hbm_bytes_per_second"), Quantity)
+        fields = {**record, "driver_names": tuple(record["driver_names"])}
         for name, reader in readers.items():
             fields[name] = reader.from_json(record[name])
         for name in ("peak_flops", "xla"):

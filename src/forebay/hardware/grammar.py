@@ -67,13 +67,18 @@ def _gpu(chip: Chip, shape: str, text: str) -> Request:
     node = chip.host.chips
     numbers = _numbers(chip, shape or "1", text)
     if len(numbers) > 2:
-        raise InputError(f"{shape!r} in {text!r} has {len(numbers)} numbers; a GPU machine is devices, or hosts x devices: {chip.name}:2x{node}")
+        raise InputError(
+            f"{shape!r} in {text!r} has {len(numbers)} numbers; a GPU machine is devices or hosts x devices: "
+            f"{chip.name}:{node} or {chip.name}:2x{node}"
+        )
     if len(numbers) == 2:
         hosts, devices = numbers
     else:
         hosts, devices = _whole_nodes(chip, numbers[0], text)
     if devices > node:
-        raise InputError(f"{text!r} asks for {devices} devices on one host, but a {chip.name} node holds {node}; write {chip.name}:{hosts}x{node}")
+        raise InputError(
+            f"{text!r} asks for {devices} devices on one host, but a {chip.name} node holds {node}; write {chip.name}:{hosts}x{node}"
+        )
     name = f"{chip.name}:{hosts * devices}" if hosts == 1 or devices == node else f"{chip.name}:{hosts}x{devices}"
     return Request(chip=chip, name=name, hosts=hosts, devices_per_host=devices, topology=f"1x{hosts}x{devices}")
 
@@ -97,7 +102,8 @@ def _tpu(chip: Chip, shape: str, text: str) -> Request:
     grid = _numbers(chip, shape, text) if shape else list(bounds)
     if len(grid) != len(bounds):
         raise InputError(
-            f"{shape!r} in {text!r}: a {chip.name} machine is written as its topology in chips, {len(bounds)} numbers such as {_example(chip)}"
+            f"{shape!r} in {text!r}: a {chip.name} machine is written as its topology in chips, "
+            f"{len(bounds)} numbers such as {_example(chip)}"
         )
     chips = math.prod(grid)
     if chips > chip.pod_chips:

@@ -49,14 +49,14 @@ class Hardware:
         """
         request = grammar.parse(name)
         chip = _with_sizes(request.chip, hbm, host_ram)
-        device_bytes = int(chip.hbm_bytes.value) // chip.devices_per_chip
+        device_bytes = int(chip.hbm_bytes) // chip.devices_per_chip
         return cls(
             name=request.name,
             chip=chip,
             hosts=request.hosts,
             devices_per_host=request.devices_per_host,
             topology=request.topology,
-            budget=budget.propose(chip, device_bytes, int(chip.host.ram_bytes.value)),
+            budget=budget.propose(chip, device_bytes, int(chip.host.ram_bytes)),
         )
 
     @classmethod
@@ -79,7 +79,7 @@ class Hardware:
     @property
     def hbm_bytes(self) -> int:
         """Raw device memory of one device."""
-        return int(self.chip.hbm_bytes.value) // self.chip.devices_per_chip
+        return int(self.chip.hbm_bytes) // self.chip.devices_per_chip
 
     @property
     def memory_fraction(self) -> float:
@@ -145,7 +145,7 @@ class Hardware:
     @property
     def target(self) -> Target:
         """What the compiler is told: platform, topology and, for a GPU, XLA's description of the device with this machine's HBM."""
-        return targets.target_of(self.chip, self.topology, int(self.chip.hbm_bytes.value))
+        return targets.target_of(self.chip, self.topology)
 
     def to_json(self) -> dict:
         """A dict of plain values: the summary that plan.json shows, and every figure with its source."""

@@ -16,7 +16,10 @@ CUDA_VERSION = (12, 8, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Arguments of ``jax.experimental.topologies.get_topology_desc``: ``topology`` is SLICESxHOSTSxDEVICES on a GPU, ``v5p:2x2x1`` on a TPU."""
+    """Arguments of ``jax.experimental.topologies.get_topology_desc``.
+
+    ``topology`` is SLICESxHOSTSxDEVICES on a GPU, libtpu's name such as ``v5p:2x2x1`` on a TPU, and empty on a CPU.
+    """
 
     platform: str
     topology: str
@@ -27,29 +30,30 @@ class Target:
         return {"platform": self.platform, "topology": self.topology, "target_config": self.target_config}
 
 
-def target_of(chip: Chip, topology: str, hbm_bytes: int) -> Target:
-    """The compile target of ``topology`` made of ``chip`` with ``hbm_bytes`` of memory per chip."""
-    config = gpu_target_config(chip, hbm_bytes) if chip.platform == "cuda" and chip.xla else None
+def target_of(chip: Chip, topology: str) -> Target:
+    """The compile target of ``topology`` made of ``chip``."""
+    config = gpu_target_config(chip) if chip.platform == "cuda" and chip.xla else None
     return Target(platform=chip.platform, topology=topology, target_config=config)
 
 
-def gpu_target_config(chip: Chip, hbm_bytes: int) -> str:
-    """XLA's description of ``chip`` as a text proto, with ``hbm_bytes`` as its memory."""
+def gpu_target_config(chip: Chip) -> str:
+    """XLA's description of ``chip`` as a text proto; ``chip.hbm_bytes``, given or the catalog's, is its memory."""
     figures = {name: figure.value for name, figure in chip.xla.items()}
-    capability = _compute_capability(figures)
-    figures["device_memory_size"] = int(hbm_bytes)
+    nested = [f"cuda_compute_capability {{ {_compute_capability(figures)} }}"]
+    if "active_links" in figures:
+        # NVLinks in use: XLA's cost model of collectives reads them, and so does the schedule (jaxlib 0.12 overlaps more with them).
+        nested.append(f"device_interconnect_info {{ active_links: {figures.pop('active_links')} }}")
+    figures["device_memory_size"] = int(chip.hbm_bytes)
     lines = [f"  {name}: {_number(value)}" for name, value in sorted(figures.items())]
-    dnn = " ".join(f"{part}: {number}" for part, number in zip(("major", "minor", "patch"), CUDNN_VERSION, strict=True))
-    cuda = " ".join(f"{part}: {number}" for part, number in zip(("major", "minor", "patch"), CUDA_VERSION, strict=True))
     return "\n".join(
         [
             "gpu_device_info {",
             *lines,
-            f"  cuda_compute_capability {{ {capability} }}",
+            *(f"  {line}" for line in nested),
             "}",
             'platform_name: "CUDA"',
-            f"dnn_version_info {{ {dnn} }}",
-            f"runtime_version {{ {cuda} }}",
+            f"dnn_version_info {{ {_version(CUDNN_VERSION)} }}",
+            f"runtime_version {{ {_version(CUDA_VERSION)} }}",
             f'device_description_str: "{chip.description}"',
             "",
         ]
@@ -61,6 +65,10 @@ def _compute_capability(figures: dict) -> str:
     major, minor = figures.pop("compute_capability_major"), figures.pop("compute_capability_minor")
     accelerated = figures.pop("accelerated_features", 0)
     return f"major: {major} minor: {minor}" + (" feature_extension: ACCELERATED_FEATURES" if accelerated else "")
+
+
+def _version(numbers: tuple[int, int, int]) -> str:
+    return " ".join(f"{part}: {number}" for part, number in zip(("major", "minor", "patch"), numbers, strict=True))
 
 
 def _number(value) -> str:
