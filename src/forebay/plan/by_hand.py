@@ -1,0 +1,127 @@
+"""A plan from rules: every tensor gets a placement and the reason for it."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from forebay.errors import InputError, PlacementError
+from forebay.plan import fsdp
+from forebay.plan.options import compiler_options
+from forebay.plan.rules import Rule, choose, parse_rules
+from forebay.plan.streams import WHOLE_BELOW_BYTES
+from forebay.records import Entry
+from forebay.workload import Tensor, Workload
+from forebay.workload.sharding import MeshShape, local_shape, nbytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """What rules decide: the parts of a plan."""
+
+    mesh: MeshShape | None
+    entries: tuple[Entry, ...]
+    options: dict[str, Any]
+
+
+def draft(work: Workload, rules: Mapping[str, str], hardware: Any, options: Mapping[str, Any]) -> Draft:
+    """Place every tensor of ``work``: by the last rule that names it, else as the program has it."""
+    mesh = _mesh(work, hardware)
+    platform = hardware.target.platform if hardware is not None else "cpu"
+    won = choose(parse_rules(rules), work.tensors)
+    hosted = {t.name.partition(":")[2] for t in work.tensors if t.role == "parameter" and t.name in won and won[t.name].placement == "host"}
+    entries = tuple(_entry(work, t, won.get(t.name), mesh, hosted, platform) for t in work.tensors)
+    on_host = any(e.placement == "host" for e in entries)
+    compiler, reasons = compiler_options(platform, on_host)
+    merged = {"microbatches": 1, "prefetch": 1, "whole_below_bytes": WHOLE_BELOW_BYTES, "reasons": list(reasons), **options}
+    return Draft(mesh=mesh, entries=entries, options=merged | {"compiler": compiler | dict(options.get("compiler", {}))})
+
+
+def _mesh(work: Workload, hardware) -> MeshShape | None:
+    if work.mesh is not None:
+        if hardware is not None and work.mesh.devices != hardware.devices:
+            raise InputError(
+                f"the workload is sharded over a mesh of {work.mesh.devices} devices and {hardware.name} has {hardware.devices}; "
+                "shard it for that machine, or pass no shardings and forebay proposes FSDP"
+            )
+        return work.mesh
+    return fsdp.propose_mesh(hardware.devices) if hardware is not None and hardware.devices > 1 else None
+
+
+def _spec(work: Workload, tensor: Tensor, mesh: MeshShape | None) -> tuple:
+    if mesh is None:
+        return (None,) * len(tensor.shape)
+    if tensor.spec is not None:
+        return tensor.spec
+    if tensor.role == "batch":
+        return fsdp.batch_spec(tensor, mesh.devices)
+    return fsdp.propose_spec(tensor, mesh.devices)
+
+
+def _entry(work, tensor: Tensor, rule: Rule | None, mesh, hosted, platform) -> Entry:
+    if tensor.role == "activation":
+        return _activation(work, tensor, rule, mesh)
+    spec = _spec(work, tensor, mesh)
+    local = nbytes(local_shape(tensor.shape, spec, mesh, tensor.name), tensor.dtype) if "key<" not in tensor.dtype else tensor.bytes
+    placement, reason = _state_placement(tensor, rule, hosted, platform)
+    return Entry(
+        name=tensor.name, role=tensor.role, bytes_per_device=local, placement=placement, reason=reason, shape=tensor.shape, dtype=tensor.dtype, spec=spec
+    )
+
+
+def _state_placement(tensor: Tensor, rule: Rule | None, hosted, platform) -> tuple[str, str]:
+    if tensor.role == "gradient":
+        return _gradient(tensor, rule, hosted)
+    if rule is None:
+        return "hbm", "resident: no rule names it"
+    if rule.placement == "host" and not tensor.movable:
+        if not rule.whole_role and "*" not in rule.glob:
+            raise PlacementError(f"{rule.text}: {tensor.name} cannot stand on the host: {tensor.note}")
+        return "hbm", tensor.note
+    if rule.placement == "host" and platform == "tpu" and (why := _tpu_refuses(tensor)):
+        return "hbm", why
+    if rule.placement == "host" and tensor.role == "batch":
+        return "hbm", "a batch arrives from the loader and is used once; it stays on the device"
+    return rule.placement, f"rule {rule.text}"
+
+
+def _tpu_refuses(tensor: Tensor) -> str:
+    if tensor.shape and tensor.shape[-1] < 128:
+        return f"its minor axis has {tensor.shape[-1]} elements, which the TPU compiler cannot keep in host memory"
+    return "the TPU compiler cannot keep this dtype in host memory" if tensor.dtype.startswith(("int4", "uint4", "float8")) else ""
+
+
+def _gradient(tensor: Tensor, rule: Rule | None, hosted) -> tuple[str, str]:
+    if tensor.name.partition(":")[2] in hosted:
+        if rule is not None and rule.placement == "hbm" and not rule.whole_role:
+            raise PlacementError(f"{rule.text}: the gradient of a host parameter leaves with its layer; place {tensor.name} on the host")
+        return "host", "the gradient of a host parameter is written to the host layer by layer"
+    if rule is not None and rule.placement == "host":
+        raise PlacementError(f"{rule.text}: {tensor.name} belongs to a parameter in HBM; place the parameter on the host as well")
+    return "hbm", "consumed by the update on the device"
+
+
+def _activation(work, tensor: Tensor, rule: Rule | None, mesh) -> Entry:
+    written = f"as written: the program {'recomputes' if tensor.written == 'recompute' else 'keeps'} it"
+    placement, reason = tensor.written, written
+    carry = any(r.carry for loop in work.program.loops for r in loop.body.residuals if f"activation:{r.path}" == tensor.name)
+    if rule is not None and not tensor.movable:
+        if not rule.whole_role and "*" not in rule.glob:
+            raise PlacementError(f"{rule.text} would do nothing: {tensor.note}")
+        reason = f"not moved by {rule.text}: {tensor.note}"
+    elif rule is not None and rule.placement == "recompute" and carry:
+        placement, reason = "hbm", "the loop's carry, from which recomputation starts"
+    elif rule is not None:
+        placement, reason = rule.placement, f"rule {rule.text}"
+    stands = 0 if placement == "recompute" or not tensor.movable and tensor.count > 1 else _activation_bytes(work, tensor, mesh)
+    return Entry(
+        name=tensor.name, role="activation", bytes_per_device=stands, placement=placement, reason=reason, shape=tensor.shape, dtype=tensor.dtype
+    )
+
+
+def _activation_bytes(work, tensor: Tensor, mesh) -> int:
+    """Bytes on one device, taking a first axis as long as the batch to be split like the batch (a forecast; the verdict has the fact)."""
+    batch = next((t for t in work.tensors if t.role == "batch" and t.shape), None)
+    if mesh is None or batch is None or not tensor.shape or tensor.shape[0] != batch.shape[0]:
+        return tensor.bytes
+    spec = _spec(work, batch, mesh)
+    return tensor.bytes // mesh.size(spec[0])

@@ -1,0 +1,199 @@
+"""``Plan``: a placement for every tensor, with its reason; what a train step carries out and a verdict proves."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from forebay.errors import PlanError
+from forebay.plan import by_hand as hand
+from forebay.plan import planfile
+from forebay.plan.state import Layout, State
+from forebay.plan.streams import Stream, choose_stream
+from forebay.records import Entry, Verdict
+from forebay.workload import Workload
+from forebay.workload.sharding import MeshShape, named
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """Where each tensor of a training step stands on a machine, and why.
+
+    ``entries`` hold bytes per device. ``mesh`` is None for one device. ``hardware`` is the machine as ``Hardware.to_json`` wrote
+    it, or None. ``work`` is the traced workload; a plan read from a file has none until it is bound to one (``train_step``,
+    ``init`` and ``bind`` do that, and refuse a workload that the plan was not made for).
+    """
+
+    workload: Mapping[str, Any]
+    signature: Mapping[str, str]
+    hardware: Mapping[str, Any] | None
+    mesh: MeshShape | None
+    entries: tuple[Entry, ...]
+    options: Mapping[str, Any]
+    verdict: Verdict | None = None
+    forecast: Any = None
+    candidates: tuple[Mapping[str, Any], ...] = ()
+    work: Workload | None = dataclasses.field(default=None, repr=False)
+
+    @classmethod
+    def by_hand(cls, work: Workload, rules: Mapping[str, str] | None = None, hardware: Any = None, options: Mapping[str, Any] | None = None) -> "Plan":
+        """A plan from rules such as ``{"optimizer": "host", "activation:attn_*": "recompute"}``; the last match wins.
+
+        Without shardings on the workload, forebay proposes FSDP over ``hardware``'s devices; without hardware, one device.
+
+        Raises:
+            InputError: a rule matches nothing, or the batch does not divide over the devices.
+            PlacementError: a tensor cannot stand where a rule puts it.
+        """
+        made = hand.draft(work, rules or {}, hardware, options or {})
+        described = {
+            "model": work.name, "parameters": work.parameters, "fingerprint": work.fingerprint, **_batch_facts(work),
+            "mesh": None if made.mesh is None else dict(zip(made.mesh.names, made.mesh.sizes, strict=True)),
+        }  # fmt: skip
+        return cls(
+            workload=described, signature=work.signature, hardware=hardware.to_json() if hardware is not None else None, mesh=made.mesh,
+            entries=made.entries, options=made.options, work=work,
+        )  # fmt: skip
+
+    def placement(self, name: str) -> str:
+        """The placement of the entry ``name``."""
+        return self._by_name[name].placement
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Entry]:
+        return {e.name: e for e in self.entries}
+
+    def role(self, role: str) -> tuple[Entry, ...]:
+        """The entries of one role, in the order of the stored arrays."""
+        return tuple(e for e in self.entries if e.role == role)
+
+    @property
+    def compiler_options(self) -> dict[str, object]:
+        """XLA options that the step must be compiled with."""
+        return dict(self.options.get("compiler", {}))
+
+    def bind(self, work: Workload) -> "Plan":
+        """This plan for ``work``.
+
+        Raises:
+            PlanError: the plan was made for other shapes; the message says which.
+        """
+        if dict(self.signature) != work.signature:
+            raise PlanError(_differences(self.signature, work.signature))
+        return dataclasses.replace(self, work=work)
+
+    @property
+    def bound(self) -> Workload:
+        """The workload. Raises PlanError for a plan from a file that is not bound yet."""
+        if self.work is None:
+            raise PlanError("this plan was read from a file: bind it to its model first, Plan.load(path, fb.trace(...))")
+        return self.work
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """How the user's trees are stored in a State."""
+        work = self.bound
+        return Layout(
+            params_tree=jax.tree.structure(work.args.params), opt_tree=jax.tree.structure(work.opt_state), params=work.stored, opt_state=work.stored_state
+        )
+
+    def abstract_mesh(self):
+        """The mesh without devices; a mesh of one device where the plan has none."""
+        return self._mesh_shape.abstract()
+
+    def make_mesh(self, devices=None):
+        """The mesh over real devices (default: this process's)."""
+        return self._mesh_shape.concrete(devices)
+
+    @property
+    def _mesh_shape(self) -> MeshShape:
+        return self.mesh or MeshShape(sizes=(1,), names=("fsdp",))
+
+    def abstract_state(self, mesh: Any = None) -> State:
+        """The state as ShapeDtypeStructs with shardings and memory kinds, on the abstract mesh or on ``mesh``. Needs no memory."""
+        mesh = mesh if mesh is not None else self.abstract_mesh()
+        work = self.bound
+        plain = named(mesh, (), "hbm")
+
+        def leaf(entry: Entry):
+            return jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=named(mesh, entry.spec, entry.placement))
+
+        at = lambda like: None if like is None else jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=plain)  # noqa: E731
+        return State(
+            step=jax.ShapeDtypeStruct((), jnp.int32, sharding=plain),
+            stored_params=tuple(leaf(e) for e in self.role("parameter")),
+            stored_opt_state=tuple(leaf(e) for e in self.role("optimizer")),
+            key=at(work.args.key),
+            extra=jax.tree.map(at, work.args.extra),
+            layout=self.layout,
+        )
+
+    def abstract_tree(self, mesh: Any = None) -> dict[str, Any]:
+        """The state in the user's own trees, as ShapeDtypeStructs: what a checkpoint is restored into."""
+        return self.abstract_state(mesh).to_tree()
+
+    @property
+    def shardings(self) -> State:
+        """The shardings of the state, memory kinds included, on the abstract mesh."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state())
+
+    def abstract_batch(self, mesh: Any = None) -> Any:
+        """The batch as ShapeDtypeStructs with the plan's shardings."""
+        mesh = mesh if mesh is not None else self.abstract_mesh()
+        batch = self.bound.args.batch
+        leaves = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=named(mesh, e.spec, "hbm"))
+            for leaf, e in zip(jax.tree.leaves(batch), self.role("batch"), strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(batch), leaves)
+
+    @functools.cached_property
+    def streams(self) -> tuple[Stream, ...]:
+        """How each family of the optimizer's update is carried out."""
+        work, params, state = self.bound, self.role("parameter"), self.role("optimizer")
+        out = []
+        for f in work.families:
+            spec = params[f.params[0]].spec if f.params else ()
+            hosted = any(params[p].placement == "host" for p in f.params) or any(state[j].placement == "host" for j in f.state)
+            out.append(choose_stream(work, f, spec, self.mesh, hosted, self.options["whole_below_bytes"]))
+        return tuple(out)
+
+    def to_json(self) -> dict[str, Any]:
+        """plan.json as a dict."""
+        return planfile.to_json(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write plan.json."""
+        planfile.write(path, json.dumps(self.to_json(), indent=1))
+
+    @classmethod
+    def load(cls, path: str | Path, work: Workload | None = None) -> "Plan":
+        """Read plan.json, and bind it to ``work`` if given.
+
+        Raises:
+            PlanError: not a readable plan of this schema, or made for another workload.
+        """
+        plan = cls(**planfile.fields(planfile.read(path), str(path)))
+        return plan if work is None else plan.bind(work)
+
+    def __str__(self) -> str:
+        return planfile.describe(self)
+
+
+def _batch_facts(work: Workload) -> dict[str, int]:
+    first = next((t for t in work.tensors if t.role == "batch" and t.shape), None)
+    facts = {"global_batch": first.shape[0] if first else 0}
+    return facts | ({"sequence_length": first.shape[1]} if first and len(first.shape) > 1 else {})
+
+
+def _differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
+    lines = [f"{n} was {old[n]} and is {new[n]}" for n in old if n in new and old[n] != new[n]]
+    lines += [f"{n} is not in the model any more" for n in old if n not in new]
+    lines += [f"{n} ({new[n]}) is not in the plan" for n in new if n not in old]
+    more = f" and {len(lines) - 5} more" if len(lines) > 5 else ""
+    return f"the plan was made for another model: {'; '.join(lines[:5])}{more}. Make a new plan for this model."

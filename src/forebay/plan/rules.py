@@ -1,0 +1,87 @@
+"""Rules that a person writes: ``ROLE``, ``ROLE:GLOB`` or ``GLOB`` to a placement. The last rule that matches an entry wins."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Mapping, Sequence
+
+from forebay.errors import InputError, PlacementError, nearest
+from forebay.records import LEGAL, PLACEMENTS, ROLES
+from forebay.workload import Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A parsed rule. ``role`` None: every role for which the placement is legal."""
+
+    text: str
+    role: str | None
+    glob: str
+    placement: str
+
+    @property
+    def whole_role(self) -> bool:
+        return self.glob == "*" and self.role is not None
+
+
+def parse_rules(rules: Mapping[str, str]) -> tuple[Rule, ...]:
+    """Rules in the order in which they were written.
+
+    Raises:
+        InputError: an unknown placement.
+        PlacementError: a placement that its role cannot have.
+    """
+    return tuple(_parse(key, value) for key, value in rules.items())
+
+
+def _parse(key: str, placement: str) -> Rule:
+    if placement not in PLACEMENTS:
+        raise InputError(f"{placement!r} is not a placement ({key}={placement}); {nearest(placement, PLACEMENTS)}")
+    head, _, tail = key.partition(":")
+    if head in ROLES:
+        rule = Rule(text=f"{key}={placement}", role=head, glob=tail or "*", placement=placement)
+        if placement not in LEGAL[head]:
+            raise PlacementError(f"{rule.text}: a tensor of role {head} can stand in {' or '.join(LEGAL[head])}, not in {placement}")
+        return rule
+    return Rule(text=f"{key}={placement}", role=None, glob=key, placement=placement)
+
+
+def matches(rule: Rule, tensor: Tensor) -> bool:
+    """Whether a rule names this tensor, by its stored name or by all leaves that it holds.
+
+    Raises:
+        PlacementError: the rule names some of the leaves of a stack, but not all.
+    """
+    if rule.role not in (None, tensor.role) or rule.placement not in LEGAL[tensor.role]:
+        return False
+    path = tensor.name.partition(":")[2]
+    if fnmatch.fnmatchcase(path, rule.glob) or fnmatch.fnmatchcase(tensor.name, rule.glob):
+        return True
+    hit = [m for m in tensor.members if fnmatch.fnmatchcase(m, rule.glob)]
+    if hit and len(hit) < len(tensor.members):
+        raise PlacementError(
+            f"{rule.text} names {len(hit)} of the {len(tensor.members)} leaves that are stored as one stack, {tensor.name}; "
+            f"place the whole stack: {tensor.name}={rule.placement}"
+        )
+    return bool(hit)
+
+
+def choose(rules: Sequence[Rule], tensors: Sequence[Tensor]) -> dict[str, Rule]:
+    """The winning rule of each tensor that any rule names.
+
+    Raises:
+        InputError: a rule matches nothing.
+    """
+    chosen: dict[str, Rule] = {}
+    for rule in rules:
+        named = [t for t in tensors if matches(rule, t)]
+        if not named and not (rule.whole_role and rule.role in ("activation", "accumulator", "communication")):
+            raise InputError(f"the rule {rule.text} matches nothing; {_nearest_entry(rule, tensors)}")
+        chosen.update((t.name, rule) for t in named)
+    return chosen
+
+
+def _nearest_entry(rule: Rule, tensors: Sequence[Tensor]) -> str:
+    names = [t.name for t in tensors if rule.role in (None, t.role)]
+    paths = {n.partition(":")[2]: n for n in names}
+    text = nearest(rule.glob, [*paths, *ROLES] if rule.role is None else paths)
+    return text if text.startswith("did") or rule.role is None else f"entries of role {rule.role}: " + ", ".join(names[:12])

@@ -1,0 +1,119 @@
+"""The train state: what a step takes and gives back, each array standing where the plan puts it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from forebay.workload.program import Stored
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How the user's trees are stored: hashable, so that it can be static in a jitted state."""
+
+    params_tree: Any
+    opt_tree: Any
+    params: tuple[Stored, ...]
+    opt_state: tuple[Stored, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class State:
+    """One train state. ``params`` and ``opt_state`` are views in the user's own trees; the arrays themselves are ``stored_*``.
+
+    ``step``: int32 scalar. ``key``: a PRNG key or None; the key of a step is ``fold_in(key, step)``. ``extra``: the user's
+    mutable, undifferentiated state or None. A view of leaves that are stored stacked cuts the stack, on the stack's own memory.
+    """
+
+    step: Any
+    stored_params: tuple[Any, ...]
+    stored_opt_state: tuple[Any, ...]
+    key: Any
+    extra: Any
+    layout: Layout = dataclasses.field(metadata={"static": True})
+
+    @property
+    def params(self) -> Any:
+        return jax.tree.unflatten(self.layout.params_tree, unstack(self.layout.params, self.stored_params))
+
+    @property
+    def opt_state(self) -> Any:
+        return jax.tree.unflatten(self.layout.opt_tree, unstack(self.layout.opt_state, self.stored_opt_state))
+
+    def to_tree(self) -> dict[str, Any]:
+        """The state in the user's own trees, the key as its data: what checkpoints hold."""
+        key = self.key
+        if key is not None and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+            key = jax.random.key_data(key) if isinstance(key, jax.Array) else jax.eval_shape(jax.random.key_data, key)
+        return {"step": self.step, "params": self.params, "opt_state": self.opt_state, "key": key, "extra": self.extra}
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any], plan: Any, mesh: Any = None) -> "State":
+        """The inverse of ``to_tree`` under a plan, whose placements the leaves take."""
+        wanted = plan.abstract_state(mesh)
+        params, opt_state = jax.tree.leaves(tree["params"]), jax.tree.leaves(tree["opt_state"])
+        key = tree["key"]
+        if key is not None and wanted.key is not None and jax.dtypes.issubdtype(wanted.key.dtype, jax.dtypes.prng_key):
+            key = jax.random.wrap_key_data(key)
+        put = lambda value, like: value if value is None else jax.device_put(value, like.sharding)  # noqa: E731
+        return cls(
+            step=put(tree["step"], wanted.step),
+            stored_params=restack(plan.layout.params, params, wanted.stored_params),
+            stored_opt_state=restack(plan.layout.opt_state, opt_state, wanted.stored_opt_state),
+            key=put(key, wanted.key),
+            extra=jax.tree.map(put, tree["extra"], wanted.extra),
+            layout=plan.layout,
+        )
+
+
+def unstack(stored: tuple[Stored, ...], arrays) -> list[Any]:
+    """The user's leaves, in order, of stored arrays (or of their ShapeDtypeStructs)."""
+    out: dict[int, Any] = {}
+    for s, array in zip(stored, arrays, strict=True):
+        for i, k in enumerate(s.members):
+            out[k] = _item(array, i) if s.stacked else array
+    return [out[k] for k in range(len(out))]
+
+
+def _item(array, i: int):
+    if isinstance(array, jax.ShapeDtypeStruct):
+        sharding = array.sharding and _item_sharding(array.sharding)
+        return jax.ShapeDtypeStruct(array.shape[1:], array.dtype, sharding=sharding)
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array) or array.sharding.memory_kind != "pinned_host":
+        return array[i]
+    return _host_item(array, i)
+
+
+def _item_sharding(sharding):
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*tuple(sharding.spec)[1:]), memory_kind=sharding.memory_kind)
+
+
+def _host_item(array, i: int):
+    """Cut one layer out of a host stack without a detour over the device: each shard is host memory, read where it lies."""
+    shards = {str(_behind(s.index)): s for s in array.addressable_shards}
+    return jax.make_array_from_callback(
+        array.shape[1:], _item_sharding(array.sharding), lambda index: np.asarray(shards[str(_normal(index, array.shape[1:]))].data)[i]
+    )
+
+
+def _normal(index, shape):
+    return tuple(slice(s.start or 0, n if s.stop is None else s.stop) for s, n in zip(index, shape, strict=True))
+
+
+def _behind(index):
+    return tuple(slice(s.start or 0, s.stop) for s in index[1:])
+
+
+def restack(stored: tuple[Stored, ...], leaves, wanted) -> tuple[Any, ...]:
+    """Stored arrays of the user's leaves, each placed like its ``wanted`` ShapeDtypeStruct; leaf by leaf, on the host."""
+    out = []
+    for s, like in zip(stored, wanted, strict=True):
+        if not s.stacked:
+            out.append(jax.device_put(leaves[s.members[0]], like.sharding))
+            continue
+        rows = [np.asarray(leaves[k]) for k in s.members]
+        out.append(jax.make_array_from_callback(like.shape, like.sharding, lambda index, rows=rows: np.stack([r[index[1:]] for r in rows[index[0]]])))
+    return tuple(out)

@@ -1,0 +1,79 @@
+"""How each family of the optimizer's update runs under given placements: resident, streamed along an axis, item by item, or whole.
+
+    slices of a stack the loop scans    axis 0, one layer at a time
+    an unstacked leaf (embedding, head) chunks along its first unsharded axis that the update allows
+    a small leaf                        whole: a copy of it costs less than a trip round a loop
+"""
+
+import dataclasses
+import math
+
+from forebay.workload import slicing
+from forebay.workload.families import Family
+from forebay.workload.sharding import local_shape
+from forebay.workload.update import Sliced, slice_component
+
+CHUNK_BYTES = 64 * 2**20
+WHOLE_BELOW_BYTES = 64 * 2**10
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stream:
+    """``mode``: ``resident`` (nothing on the host), ``slices``, ``items`` or ``whole``.
+
+    For ``slices``: ``count`` slices of ``size`` positions along ``axis`` of ``sliced``, then ``rest`` positions.
+    """
+
+    mode: str
+    reason: str
+    axis: int = 0
+    size: int = 1
+    count: int = 1
+    rest: int = 0
+    sliced: Sliced | None = None
+
+
+def choose_stream(work, family: Family, spec: tuple, mesh, hosted: bool, whole_below_bytes: int) -> Stream:
+    """The stream of one family. ``spec`` is its parameter's; ``hosted``: any of its arrays stands on the host."""
+    if not hosted:
+        return Stream(mode="resident", reason="")
+    if family.kind == "joint":
+        return Stream(mode="whole", reason="the update of these arrays is joint, so they move whole, one after the other")
+    tensor = next(t for t in work.tensors if t.name == work_param_name(work, family))
+    local = local_shape(tensor.shape, spec, mesh)
+    itemsize = tensor.bytes // max(1, math.prod(tensor.shape))
+    if family.kind == "stack":
+        return Stream(mode="items", reason=f"streamed layer by layer, {tensor.shape[0]} layers", count=tensor.shape[0])
+    if math.prod(local) * itemsize < max(1, whole_below_bytes):
+        return Stream(mode="whole", reason="moved whole: smaller than a useful slice")
+    return _slices(work, family, tensor, spec, local, itemsize)
+
+
+def work_param_name(work, family: Family) -> str:
+    """The entry name of a family's stored parameter."""
+    return [t.name for t in work.tensors if t.role == "parameter"][family.params[0]]
+
+
+def _slices(work, family, tensor, spec, local, itemsize) -> Stream:
+    stack = work.program.streams(family.params[0])
+    axes = [k for k in range(len(local)) if spec[k] is None and local[k] > 1]
+    refused = "every axis is sharded or of length one" if not axes else ""
+    for axis in axes:
+        try:
+            sliced = slice_component(work.update, family.items[0].component, axis)
+        except slicing.NotSeparable as why:
+            refused = refused or str(why)
+            continue
+        if axis == 0 and stack:
+            return Stream(mode="slices", reason=f"streamed layer by layer, {local[0]} layers", axis=0, size=1, count=local[0], sliced=sliced)
+        per_position = math.prod(local) * itemsize // local[axis]
+        size = chunk(local[axis], max(1, CHUNK_BYTES // per_position))
+        reason = f"streamed in {math.ceil(local[axis] / size)} chunks along axis {axis}"
+        return Stream(mode="slices", reason=reason, axis=axis, size=size, count=local[axis] // size, rest=local[axis] % size, sliced=sliced)
+    return Stream(mode="whole", reason=f"moved whole: {refused}")
+
+
+def chunk(length: int, limit: int) -> int:
+    """A chunk of at most ``limit`` positions: a divisor of ``length`` if one is at least half as large, else ``limit`` (a rest remains)."""
+    limit = min(limit, length)
+    return next((n for n in range(limit, limit // 2, -1) if length % n == 0), limit)

@@ -1,0 +1,132 @@
+"""The user's loss with the plan's parameters and activations made true, without a change to the model.
+
+Idea: the program is evaluated equation by equation. A parameter on the host *waits*: casts and scales of it wait with it,
+and the layer loop receives the host stack itself. Inside the loop's body the layer's slice is put on the device, once,
+before anything touches it; the body is rematerialised under a policy that names what is kept and what is offloaded:
+
+    scan(body, x, stack)   ->   scan(checkpoint(body', policy), x, host stack)
+    body'(x, w_host):  w = cast(device_put(w_host)); x = name(x, "kept or offloaded"); ... the user's equations ...
+
+Cost: one copy of each layer's slice to the device in the forward and one in the backward pass; the cotangent of a slice
+leaves by the same door, so the gradient of a host stack is written to the host layer by layer.
+Limits: a host parameter used outside loops is fetched whole at its first use. A loop that is unrolled (``unroll > 1``) is
+rolled up, and a loop inside another loop or checkpoint is left as the user wrote it: XLA refuses such offloads.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from forebay.plan import Plan
+from forebay.workload import jaxprs, residuals
+from forebay.workload.program import LayerLoop, Program, follows
+
+DEVICE = jax.memory.Space.Device
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A host parameter that has not been fetched: its stack and the equations to apply to each fetched slice."""
+
+    value: Any
+    param: int
+    chain: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
+
+    def follow(self, eqn, values) -> "_Waiting":
+        return dataclasses.replace(self, chain=(*self.chain, (eqn, tuple(None if isinstance(v, _Waiting) else v for v in values))))
+
+    def fetch(self, value=None):
+        """The whole parameter, or one layer's slice of it (without the stacked axis), on the device."""
+        value = jax.device_put(self.value if value is None else value, DEVICE)
+        for eqn, others in self.chain:
+            [value] = _bind_resized(eqn, [value if other is None else other for other in others])
+        return value
+
+
+def _bind_resized(eqn, values):
+    """Bind a unary chain's equation on a slice: the few shape parameters that such equations have follow the value."""
+    if eqn.primitive.name == "broadcast_in_dim":
+        eqn = eqn.replace(params={**eqn.params, "shape": values[0].shape})
+    return jaxprs.bind(eqn, values)
+
+
+def planned_loss(plan: Plan, program: Program) -> Callable:
+    """``(stored params, extra, batch, key) -> (loss, (aux, new extra))`` with the plan carried out."""
+    hosted = [e.placement == "host" for e in plan.role("parameter")]
+
+    def loss(stored_params, extra, batch, key):
+        given = [_Waiting(v, p) if hosted[p] else v for p, v in enumerate(stored_params)]
+        flat = [*given, *jax.tree.leaves((extra, batch, key))]
+        out = _evaluate(plan, program, flat)
+        value, aux, new_extra = jax.tree.unflatten(program.out_tree, out)
+        return value, (aux, new_extra)
+
+    return loss
+
+
+def _evaluate(plan, program, flat):
+    fetched: dict[int, Any] = {}
+
+    def fetch(value):
+        if not isinstance(value, _Waiting):
+            return value
+        if id(value) not in fetched:
+            fetched[id(value)] = value.fetch()
+        return fetched[id(value)]
+
+    def rule(eqn, values):
+        if (loop := program.loop_at(eqn)) is not None:
+            return _planned_loop(plan, loop, values, fetch)
+        waiting = [v for v in values if isinstance(v, _Waiting)]
+        if not waiting:
+            return None
+        if follows(eqn, [v.param if isinstance(v, _Waiting) else None for v in values]) is not None and not program.whole[waiting[0].param]:
+            return [waiting[0].follow(eqn, values)]
+        return jaxprs.bind(eqn, [fetch(v) for v in values])
+
+    return [fetch(v) for v in jaxprs.evaluate(program.jaxpr, flat, rule)]
+
+
+def placements(plan: Plan, loop: LayerLoop) -> dict[str, str]:
+    """Where the plan wants each residual of a loop: mark to placement."""
+    entries = {e.name: e for e in plan.role("activation")}
+    wanted = {}
+    for r in loop.body.residuals:
+        entry = entries.get(f"activation:{r.path}")
+        movable = r.needed and loop.loop.length > 1
+        wanted[r.mark] = entry.placement if entry is not None and movable else r.written
+    return wanted
+
+
+def _planned_loop(plan, loop: LayerLoop, values, fetch):
+    """The user's scan, rewritten only where the plan asks for something that it does not do by itself."""
+    shape = loop.loop
+    head = shape.consts + shape.carry
+    values = [*(fetch(v) for v in values[:head]), *values[head:]]
+    waits = [v if isinstance(v, _Waiting) else None for v in values[head:]]
+    wanted = placements(plan, loop)
+    written = {r.mark: r.written for r in loop.body.residuals}
+    if wanted == written and not any(waits):
+        return jaxprs.bind(loop.equation, values)
+    fixed, init = values[: shape.consts], values[shape.consts : head]
+    drop = {r.mark for r in loop.body.residuals if r.weights_only} if any(waits) else set()
+    kept = {mark: mark for mark, place in wanted.items() if place in ("hbm", "host") and mark not in drop}
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[m for m in kept if wanted[m] == "hbm"],
+        names_which_can_be_offloaded=[m for m in kept if wanted[m] == "host"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def body(carry, slices):
+        layer = [s if w is None else w.fetch(s) for s, w in zip(slices, waits, strict=True)]
+        out = residuals.apply_marks(loop.body, kept, [*fixed, *carry, *layer])
+        return out[: shape.carry], out[shape.carry :]
+
+    xs = [v if w is None else w.value for v, w in zip(values[head:], waits, strict=True)]
+    body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+    carry, ys = lax.scan(body, list(init), xs, length=shape.length, reverse=shape.reverse)
+    return [*carry, *ys]

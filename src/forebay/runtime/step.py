@@ -1,0 +1,145 @@
+"""``train_step``: one jitted, donated step that carries a plan out.
+
+    state, batch -> loss and gradients (planned loss) -> update (resident or streamed) -> state', {loss, grad_norm, aux}
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from forebay.errors import InputError, PlanError
+from forebay.plan import Plan, State
+from forebay.runtime import update as updates
+from forebay.runtime.loss import planned_loss
+from forebay.workload import Workload, trace
+from forebay.workload.sharding import mesh_shape, named
+
+
+class TrainStep:
+    """``step(state, batch) -> (state, metrics)``. Compiles once; the state is donated. ``trace`` and ``lower`` work on abstract states."""
+
+    def __init__(self, loss_fn: Callable, optimizer: Any, plan: Plan, mesh: Any = None):
+        self.loss_fn, self.optimizer, self.plan, self.mesh = loss_fn, optimizer, plan, mesh
+        self._jitted: dict[Any, Any] = {}
+
+    def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
+        mesh = self.mesh if self.mesh is not None else _mesh_of(state)
+        return self._on(mesh, state, batch)(state, batch)
+
+    def trace(self, state: State, batch: Any):
+        """The step traced on a state of ShapeDtypeStructs or arrays: ``.lower()`` it, or give the step to ``judge``."""
+        return self._on(_mesh_of(state), state, batch).trace(state, batch)
+
+    def lower(self, state: State, batch: Any):
+        """The step lowered on a state of ShapeDtypeStructs or arrays."""
+        return self._on(_mesh_of(state), state, batch).lower(state, batch)
+
+    def compiles(self) -> int:
+        """How many programs have been compiled so far: one, in a healthy run."""
+        return sum(jitted._cache_size() for jitted in self._jitted.values())
+
+    def _on(self, mesh, state, batch):
+        if mesh not in self._jitted:
+            self.plan = bound(self.plan, self.loss_fn, self.optimizer, state, batch)
+            self._jitted[mesh] = self._jit(mesh)
+        _check_batch(self.plan, batch)
+        return self._jitted[mesh]
+
+    def _jit(self, mesh):
+        plan = self.plan
+        wanted = plan.abstract_state(mesh)
+        state_shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
+        batch_shardings = jax.tree.map(lambda leaf: leaf.sharding, plan.abstract_batch(mesh))
+        plain = named(mesh, (), "hbm")
+        return jax.jit(
+            functools.partial(_step, plan),
+            donate_argnums=(0,),
+            in_shardings=(state_shardings, batch_shardings),
+            out_shardings=(state_shardings, _metric_shardings(plan, plain)),
+            compiler_options=plan.compiler_options if _platform(mesh) == "cuda" else None,
+        )
+
+
+def _platform(mesh) -> str:
+    """The platform of a concrete mesh; an abstract mesh has none, and whoever compiles it brings the options."""
+    devices = getattr(mesh, "devices", None) if isinstance(mesh, jax.sharding.Mesh) else None
+    if devices is None:
+        return "none"
+    return {"gpu": "cuda"}.get(devices.flat[0].platform, devices.flat[0].platform)
+
+
+def _metric_shardings(plan, plain):
+    program = plan.bound.program
+    aux = jax.tree.unflatten(program.out_tree, program.jaxpr.out_avals)[1]
+    metrics = {"loss": plain, "grad_norm": plain}
+    return metrics if aux is None else metrics | {"aux": None}
+
+
+def _mesh_of(state):
+    sharding = getattr(jax.tree.leaves(state)[0], "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        raise InputError("the state's arrays carry no NamedSharding; make the state with forebay.init, forebay.place or State.from_tree")
+    return sharding.mesh
+
+
+def bound(plan: Plan, loss_fn, optimizer, state: State, batch) -> Plan:
+    """The plan bound to these functions: as it is if it carries its workload, else traced on the state's shapes and compared."""
+    if plan.work is not None:
+        return plan
+    work = retrace(loss_fn, optimizer, state.params, batch, state.key is not None, state.extra)
+    return plan.bind(work)
+
+
+def retrace(loss_fn, optimizer, params, batch, rng: bool, extra: Any) -> Workload:
+    bare = lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype)  # noqa: E731
+    params, batch, extra = jax.tree.map(bare, (params, batch, extra))
+    return trace(loss_fn, optimizer, params, batch, rng=rng, extra=extra)
+
+
+def _check_batch(plan: Plan, batch):
+    wanted = plan.bound.args.batch
+    if jax.tree.structure(batch) != jax.tree.structure(wanted):
+        raise PlanError(f"the batch is {jax.tree.structure(batch)} and the plan was made for {jax.tree.structure(wanted)}")
+    for (path, leaf), like in zip(jax.tree_util.tree_flatten_with_path(batch)[0], jax.tree.leaves(wanted), strict=True):
+        if jnp.shape(leaf) != like.shape:
+            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise PlanError(f"batch:{where} has shape {list(jnp.shape(leaf))} and the plan was made for {list(like.shape)}; make a plan for this batch")
+
+
+def _step(plan: Plan, state: State, batch: Any):
+    mesh = plan.abstract_mesh()
+    with jax.sharding.use_abstract_mesh(mesh):
+        key = None if state.key is None else jax.random.fold_in(state.key, state.step)
+        loss, aux, extra, grads = _gradients(plan, mesh, state, batch, key)
+        params, opt_state, norm = updates.apply(plan, grads, state.stored_params, state.stored_opt_state, loss)
+    metrics = {"loss": loss, "grad_norm": norm} | ({} if aux is None else {"aux": aux})
+    new = State(step=state.step + 1, stored_params=params, stored_opt_state=opt_state, key=state.key, extra=extra, layout=state.layout)
+    return new, metrics
+
+
+def _gradients(plan, mesh, state, batch, key):
+    program = plan.bound.program_on(mesh)
+    run = jax.value_and_grad(planned_loss(plan, program), has_aux=True)
+    (loss, (aux, extra)), grads = run(tuple(state.stored_params), state.extra, batch, key)
+    grads = tuple(
+        g if e.placement == "host" else jax.lax.with_sharding_constraint(g, named(mesh, e.spec, "hbm"))
+        for g, e in zip(grads, plan.role("gradient"), strict=True)
+    )
+    return loss, aux, extra, grads
+
+
+def train_step(loss_fn: Callable, optimizer: Any, plan: Plan, mesh: Any = None) -> TrainStep:
+    """The train step of a plan: ``step(state, batch) -> (state, metrics)``, jitted, with the state donated.
+
+    ``metrics`` holds fp32 scalars ``loss`` and ``grad_norm``, and the user's ``aux`` if there is one. ``mesh`` defaults to the
+    mesh on which the state stands.
+
+    Raises:
+        PlanError: the plan was made for other shapes, or the batch is not the plan's.
+    """
+    if mesh is not None and plan.mesh is not None and mesh_shape(mesh) != plan.mesh:
+        raise PlanError(f"the mesh {dict(mesh.shape)} is not the plan's {dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))}")
+    return TrainStep(loss_fn, optimizer, plan, mesh)

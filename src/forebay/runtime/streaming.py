@@ -1,0 +1,90 @@
+"""The in-place loop that streams host arrays through the device, leaf after leaf, copies running both ways at once.
+
+Idea: every array that changes is a carry of one ``fori_loop``, on its own memory. An iteration visits the slices of each
+leaf in turn; barriers order the *leaves*, so that the next leaf's read is issued once this leaf's update is done and runs
+beside its write. Reads and writes of one buffer never cross, so no host-to-host copy appears:
+
+    loop i:   ahead = fetch(leaf 0, i)
+              for each leaf k:  current, ahead = ahead, fetch(leaf k+1, i)     <- issued here, lands during the update of k
+                                new = barrier(update(current))
+                                buffer[k] = write(buffer[k], put(new, host), i)     <- runs beside the next leaf's read
+
+Cost: HBM holds the slices of two leaves; each host byte crosses the link once in each direction it is used.
+Evidence: 320 MiB against 768 MiB for whole-state offload, host temp 0 (docs/evidence.md).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Port:
+    """One array as a loop sees it: ``slot`` in the table of arrays, its streamed ``axis``, and whether it stands on the host."""
+
+    slot: Any
+    axis: int
+    host: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Job:
+    """One leaf's work on a slice: ``compute(start, size, slices) -> (new slices of writes, partial sums)``."""
+
+    reads: tuple[Port, ...]
+    writes: tuple[Port, ...]
+    compute: Callable[[Any, int, list[Any]], tuple[list[Any], list[Any]]]
+    sums: tuple[Any, ...] = ()
+    combine: tuple[Callable, ...] = ()
+
+
+def run(jobs: list[Job], arrays: dict[Any, Any], size: int, count: int, rest: int) -> list[list[Any]]:
+    """Stream ``count`` slices of ``size`` positions, then ``rest`` positions, through all jobs; ``arrays`` is updated in place.
+
+    Returns the sums of each job over all slices.
+    """
+    slots = list(dict.fromkeys(p.slot for job in jobs for p in job.writes))
+
+    def body(i, carry):
+        table = arrays | dict(zip(slots, carry[0], strict=True))
+        sums = _visit(jobs, table, carry[1], i * size if size > 1 else i, size)
+        return [table[s] for s in slots], sums
+
+    start = [arrays[s] for s in slots], [list(job.sums) for job in jobs]
+    buffers, sums = lax.fori_loop(0, count, body, start)
+    arrays.update(zip(slots, buffers, strict=True))
+    if rest:
+        sums = _visit(jobs, arrays, sums, count * size, rest)
+    return sums
+
+
+def _visit(jobs: list[Job], table: dict[Any, Any], sums: list[list[Any]], start, size: int) -> list[list[Any]]:
+    """One iteration: every job on its slice at ``start``, the next job's reads ordered behind this one's update."""
+    out = []
+    after = start
+    ahead = _fetch(jobs[0], table, start, size)
+    for k, job in enumerate(jobs):
+        current = ahead
+        if k + 1 < len(jobs):
+            ahead = _fetch(jobs[k + 1], table, after, size)
+        new, partial = job.compute(start, size, current)
+        if len(jobs) > 1:
+            (new, partial), after = lax.optimization_barrier(((new, partial), start))
+        for port, value in zip(job.writes, new, strict=True):
+            value = jax.device_put(value, HOST) if port.host else value
+            table[port.slot] = lax.dynamic_update_slice_in_dim(table[port.slot], value, start, port.axis)
+        out.append([combine(a, b) for combine, a, b in zip(job.combine, sums[k], partial, strict=True)])
+    return out
+
+
+def _fetch(job: Job, table: dict[Any, Any], start, size: int) -> list[Any]:
+    def slice_of(port):
+        value = lax.dynamic_slice_in_dim(table[port.slot], start, size, port.axis)
+        return jax.device_put(value, DEVICE) if port.host else value
+
+    return [slice_of(port) for port in job.reads]

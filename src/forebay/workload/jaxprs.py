@@ -1,0 +1,112 @@
+"""Reading and re-evaluating jaxprs: the one place that knows how this and the last jax lay out their equations."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import source_info_util  # no public door: keeps the user's source lines on re-evaluated equations
+from jax.extend import core
+
+INLINED = ("jit", "pjit", "closed_call", "core_call", "core_closed_call")
+REMAT = ("checkpoint", "remat", "remat2")
+
+
+def subjaxpr(eqn) -> core.ClosedJaxpr | None:
+    """The jaxpr that a call-like equation runs, closed, or None."""
+    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    return None if inner is None else closed(inner)
+
+
+def closed(jaxpr) -> core.ClosedJaxpr:
+    return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
+
+
+def is_literal(atom) -> bool:
+    return isinstance(atom, core.Literal)
+
+
+def bind(eqn, args: Sequence[Any]) -> list[Any]:
+    """Evaluate one equation on ``args`` under the source line and names it was written with; always a list."""
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
+    info = eqn.source_info
+    with source_info_util.user_context(info.traceback, name_stack=source_info_util.current_name_stack() + info.name_stack):
+        with eqn.ctx.manager:
+            out = eqn.primitive.bind(*functions, *args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def evaluate(jaxpr: core.ClosedJaxpr, args: Sequence[Any], rule: Callable[[Any, list[Any]], list[Any] | None] = lambda e, a: None) -> list[Any]:
+    """Run ``jaxpr`` on ``args``; ``rule(eqn, inputs)`` may answer for an equation, or give None to have it bound as it is."""
+    env: dict[Any, Any] = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+    env.update(zip(jaxpr.jaxpr.invars, args, strict=True))
+    for eqn in jaxpr.jaxpr.eqns:
+        values = [v.val if is_literal(v) else env[v] for v in eqn.invars]
+        out = rule(eqn, values)
+        env.update(zip(eqn.outvars, bind(eqn, values) if out is None else out, strict=True))
+    return [v.val if is_literal(v) else env[v] for v in jaxpr.jaxpr.outvars]
+
+
+def run_equations(eqns: Sequence[Any], env: dict[Any, Any]) -> None:
+    """Evaluate equations in order, reading and writing ``env`` (variable to value)."""
+    for eqn in eqns:
+        values = [v.val if is_literal(v) else env[v] for v in eqn.invars]
+        env.update(zip(eqn.outvars, bind(eqn, values), strict=True))
+
+
+def inline(jaxpr: core.ClosedJaxpr, also: Sequence[str] = ()) -> core.ClosedJaxpr:
+    """The same program with its nested jits (and the calls named in ``also``) written out in place."""
+    names = (*INLINED, *also)
+
+    def rule(eqn, values):
+        if eqn.primitive.name in names and (inner := subjaxpr(eqn)) is not None:
+            return evaluate(inner, values, rule)
+        return None
+
+    return jax.make_jaxpr(lambda *args: evaluate(jaxpr, args, rule))(*jaxpr.in_avals)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """How a ``scan`` equation splits its operands and results: constants, carry, then scanned inputs; carry, then stacked outputs."""
+
+    consts: int
+    carry: int
+    length: int
+    reverse: bool
+    unroll: int
+    body: core.ClosedJaxpr
+
+
+def loop_of(eqn) -> Loop:
+    """The parts of a scan equation, on either layout of its parameters."""
+    params = eqn.params
+    if "ft_in" in params:
+        consts, carry, _ = (len(list(part)) for part in params["ft_in"].unpack())
+    else:
+        consts, carry = params["num_consts"], params["num_carry"]
+    return Loop(
+        consts=consts, carry=carry, length=params["length"], reverse=params["reverse"], unroll=params["unroll"], body=closed(params["jaxpr"])
+    )
+
+
+def source_line(eqn) -> str:
+    """``file.py:12`` of the user's line that made this equation, or the empty string."""
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}" if frame else ""
+
+
+def contains(jaxpr, wanted: Callable[[Any], bool]) -> bool:
+    """Whether any equation, at any depth, is ``wanted``."""
+    for eqn in closed(jaxpr).jaxpr.eqns:
+        if wanted(eqn) or any(contains(inner, wanted) for inner in _inner(eqn)):
+            return True
+    return False
+
+
+def _inner(eqn):
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, (core.Jaxpr, core.ClosedJaxpr)):
+                yield item

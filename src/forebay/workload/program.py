@@ -1,0 +1,168 @@
+"""The user's loss as a flat program over stored leaves: where its layer loops are and what feeds them.
+
+    loss_fn --make_jaxpr--> jaxpr --roll--> scans over stacked leaves --inline--> Program(stored params, extra, batch, key)
+
+A *stored* leaf is one array of the train state: a leaf of the user's tree, or a stack of the leaves that play the same
+part in repeated blocks (see ``roll``).
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from forebay.errors import InputError
+from forebay.workload import jaxprs, residuals, slicing
+from forebay.workload.names import leaf_names
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """One array of the state: the positions, in the user's flattened tree, of the leaves it holds. More than one: stacked on a new axis 0."""
+
+    members: tuple[int, ...]
+    stacked: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerLoop:
+    """A scan of the program. ``params[i]`` is the stored parameter that feeds scanned input ``i`` (through casts at most), or None."""
+
+    equation: Any
+    loop: jaxprs.Loop
+    params: tuple[int | None, ...]
+    body: residuals.Body
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Program:
+    """``jaxpr``: (stored params, extra, batch[, key]) flat -> (loss, aux, new extra) flat. ``whole[p]``: the stored parameter p is also used outside loops."""
+
+    jaxpr: Any
+    stored: tuple[Stored, ...]
+    out_tree: Any
+    loops: tuple[LayerLoop, ...]
+    whole: tuple[bool, ...]
+    notes: tuple[str, ...] = ()
+
+    def loop_at(self, eqn) -> LayerLoop | None:
+        return next((loop for loop in self.loops if loop.equation is eqn), None)
+
+    def streams(self, p: int) -> bool:
+        """Whether stored parameter ``p`` enters a loop layer by layer."""
+        return any(p in loop.params for loop in self.loops)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Arguments:
+    """The shapes a loss function is traced with; trees of ShapeDtypeStructs. ``extra`` and ``key`` may be None."""
+
+    params: Any
+    batch: Any
+    extra: Any = None
+    key: Any = None
+
+    def flat(self) -> list[Any]:
+        return jax.tree.leaves((self.params, self.extra, self.batch, self.key))
+
+
+def call(loss_fn: Callable, params, extra, batch, key) -> tuple[Any, Any, Any]:
+    """(loss, aux, new extra) of the user's function, whichever of the accepted forms it has."""
+    args = (params, batch) if key is None else (params, batch, key)
+    out = loss_fn(*args) if extra is None else loss_fn(*args, extra=extra)
+    loss, aux = out if isinstance(out, tuple) else (out, None)
+    if extra is None:
+        return loss, aux, None
+    if not (isinstance(aux, tuple) and len(aux) == 2):
+        raise InputError("with extra state, loss_fn must return (loss, (aux, new_extra)); aux may be None")
+    return loss, *aux
+
+
+def build(loss_fn: Callable, args: Arguments, mesh=None, specs: tuple | None = None) -> Program:
+    """Trace, roll and inspect a loss. ``mesh`` is the AbstractMesh in whose context the loss is traced; ``specs`` one spec per leaf of params."""
+    tree = jax.tree.structure((args.params, args.extra, args.batch, args.key))
+    out_tree = None
+
+    def flat(*leaves):
+        nonlocal out_tree
+        out = call(loss_fn, *jax.tree.unflatten(tree, leaves))
+        leaves, out_tree = jax.tree.flatten(out)
+        return leaves
+
+    with jax.sharding.use_abstract_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        traced = jax.make_jaxpr(flat)(*args.flat())
+        _check_loss(traced)
+        count = len(jax.tree.leaves(args.params))
+        rolled, stored, notes = _rolled(jaxprs.inline(traced), count, specs or (None,) * count)
+        whole_program = jaxprs.inline(rolled)
+        loops, whole = _loops(whole_program, len(stored))
+    return Program(jaxpr=whole_program, stored=stored, out_tree=out_tree, loops=loops, whole=whole, notes=notes)
+
+
+def _rolled(jaxpr, count, specs):
+    return jaxpr, tuple(Stored(members=(k,)) for k in range(count)), ()
+
+
+def _check_loss(traced):
+    loss = traced.out_avals[0] if traced.out_avals else None
+    if loss is None or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise InputError(f"loss_fn must return a floating scalar loss, or (loss, aux); it returned {loss}")
+
+
+def _loops(program, count):
+    """The scans of the program and, for each stored parameter, whether it is used anywhere but as their scanned input."""
+    origin: dict[Any, int] = {v: p for p, v in enumerate(program.jaxpr.invars[:count])}
+    whole = [False] * count
+    loops = []
+    for eqn in program.jaxpr.eqns:
+        fed = [None if jaxprs.is_literal(v) else origin.get(v) for v in eqn.invars]
+        if eqn.primitive.name == "scan":
+            loop = jaxprs.loop_of(eqn)
+            head = loop.consts + loop.carry
+            loops.append(_layer_loop(eqn, loop, tuple(fed[head:])))
+            fed = fed[:head]
+        elif (p := follows(eqn, fed)) is not None:
+            origin[eqn.outvars[0]] = p
+            continue
+        for p in fed:
+            if p is not None:
+                whole[p] = True
+    for v in program.jaxpr.outvars:
+        if not jaxprs.is_literal(v) and v in origin:
+            whole[origin[v]] = True
+    return tuple(loops), tuple(whole)
+
+
+def _layer_loop(eqn, loop, params):
+    body = residuals.discover(loop, jaxprs.source_line(eqn), tuple(p is not None for p in params))
+    return LayerLoop(equation=eqn, loop=loop, params=params, body=body)
+
+
+def follows(eqn, fed) -> int | None:
+    """The stored parameter that the result still is, layer by layer: one operand comes from it and the rest are scalars (a cast, a scale)."""
+    sources = {p for p in fed if p is not None}
+    others = [v for v, p in zip(eqn.invars, fed, strict=True) if p is None]
+    if len(sources) != 1 or len(eqn.outvars) != 1 or not eqn.outvars[0].aval.shape or any(v.aval.shape for v in others):
+        return None
+    if eqn.primitive.name == "scan" or any(isinstance(v, (core.Jaxpr, core.ClosedJaxpr)) for v in eqn.params.values()):
+        return None
+    try:
+        outs = slicing.out_axes(eqn, [None if p is None else 0 for p in fed])
+    except slicing.NotSeparable:
+        return None
+    return sources.pop() if outs != "reduce" and outs[0] == 0 else None
+
+
+def stored_names(stored: tuple[Stored, ...], tree) -> tuple[str, ...]:
+    """A name per stored leaf: the leaf's own path; of a stack, the path with the differing parts as ``*``."""
+    names = leaf_names(tree)
+    out = []
+    for s in stored:
+        parts = [names[k].split("/") for k in s.members]
+        same = len({len(p) for p in parts}) == 1
+        out.append("/".join(p[0] if len(set(p)) == 1 else "*" for p in zip(*parts, strict=True)) if same else names[s.members[0]] + "...")
+    return tuple(out)

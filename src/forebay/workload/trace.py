@@ -1,0 +1,278 @@
+"""``trace``: everything that occupies memory in a training step, from a loss function and shapes. Nothing is allocated."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from forebay.errors import InputError
+from forebay.workload import program as programs
+from forebay.workload import sharding
+from forebay.workload.families import Family, make_families
+from forebay.workload.names import leaf_names
+from forebay.workload.program import Arguments, Program, Stored, stored_names
+from forebay.workload.update import Update, trace_update
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A thing that occupies memory: one stored leaf, its gradient, a batch leaf, or an activation of all layers of a loop.
+
+    ``bytes`` are global. ``spec`` is the partition spec, or None where the caller gave no shardings. For an activation,
+    ``count`` is the loop's length, ``shape`` one layer's; ``written`` is what the program does with it by itself, and
+    ``note`` says why it cannot be moved, if it cannot.
+    """
+
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    count: int = 1
+    spec: tuple | None = None
+    members: tuple[str, ...] = ()
+    written: str = "hbm"
+    movable: bool = True
+    note: str = ""
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Workload:
+    """A traced training step: the user's functions, the shapes, the tensors, and the programs they come from.
+
+    ``mesh`` and the specs inside ``tensors`` are None unless the caller gave shardings. ``stored`` and ``stored_state``
+    say which leaves of the user's trees each array of the state holds.
+    """
+
+    loss_fn: Callable
+    optimizer: Any
+    args: Arguments
+    opt_state: Any
+    mesh: sharding.MeshShape | None
+    batch_specs: tuple | None
+    tensors: tuple[Tensor, ...]
+    program: Program
+    update: Update
+    families: tuple[Family, ...]
+    stored: tuple[Stored, ...]
+    stored_state: tuple[Stored, ...]
+    name: str = ""
+
+    @property
+    def parameters(self) -> int:
+        """Number of trained parameters."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.args.params))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of what a plan depends on: names, shapes and dtypes of every leaf and activation, not names of variables."""
+        return hashlib.sha256(json.dumps(self.signature, sort_keys=True).encode()).hexdigest()[:16]
+
+    @functools.cached_property
+    def signature(self) -> dict[str, str]:
+        """``{entry name: "float32[32,4096]"}``: compared entry by entry when a plan does not match."""
+        return {t.name: f"{t.dtype}{list(t.shape)}" + (f"x{t.count}" if t.count > 1 else "") for t in self.tensors}
+
+    def program_on(self, mesh) -> Program:
+        """The program traced in the context of an abstract mesh (a loss may look at it)."""
+        key = None if mesh is None else sharding.mesh_shape(mesh)
+        cache = self.__dict__.setdefault("_programs", {None: self.program})
+        if key not in cache:
+            cache[key] = programs.build(self.loss_fn, self.args, mesh, self._specs())
+            if cache[key].stored != self.stored:
+                raise InputError("the loss has other repeated layers when it is traced on the mesh: it must not depend on the mesh in its structure")
+        return cache[key]
+
+    def _specs(self):
+        specs = {m: t.spec for t in self.tensors if t.role == "parameter" for m in t.members}
+        return tuple(specs.get(name) for name in leaf_names(self.args.params))
+
+
+def trace(
+    loss_fn: Callable,
+    optimizer: Any,
+    params: Any,
+    batch: Any,
+    *,
+    rng: bool = False,
+    extra: Any = None,
+    mesh: Any = None,
+    param_specs: Any = None,
+    batch_spec: Any = None,
+    name: str = "",
+) -> Workload:
+    """Trace one training step on shapes.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch[, key]) -> loss`` or ``(loss, aux)``; with ``extra``,
+            ``loss_fn(params, batch[, key], extra=extra) -> (loss, (aux, new_extra))``.
+        optimizer: an Optax gradient transformation.
+        params, batch: trees of arrays or ShapeDtypeStructs. Their NamedShardings, if any, become the plan's.
+        rng: the loss takes a PRNG key as third argument.
+        extra: mutable state that is not differentiated (batch statistics, caches).
+        mesh, param_specs, batch_spec: a Mesh or AbstractMesh, a tree of PartitionSpecs shaped like ``params`` (or a
+            function of the leaf's path and shape), and the spec of every batch leaf's leading axes.
+        name: what to call the workload in plans.
+
+    Raises:
+        InputError: the loss is not a floating scalar, a leaf is not an array, or specs and shapes disagree.
+    """
+    shaped = jax.tree.map(_shape_of, (params, batch, extra))
+    key = jax.eval_shape(lambda: jax.random.key(0)) if rng else None
+    shape = sharding.mesh_shape(mesh) if mesh is not None else sharding.mesh_of((params, batch))
+    specs, batch_specs = _specs(shaped[0], shaped[1], shape, param_specs, batch_spec)
+    args = Arguments(params=_bare(shaped[0]), batch=_bare(shaped[1]), extra=_bare(shaped[2]), key=key)
+    _check_params(args.params)
+    opt_state = jax.eval_shape(optimizer.init, args.params)
+    program = programs.build(loss_fn, args, None if shape is None else shape.abstract(), specs)
+    update = trace_update(optimizer, args.params, opt_state, program.jaxpr.out_avals[0].dtype)
+    families, stored_state = make_families(update, program.stored)
+    tensors = (
+        *_state_tensors(args, opt_state, program, families, stored_state, specs),
+        *_batch_tensors(args.batch, batch_specs),
+        *_activation_tensors(program),
+    )
+    return Workload(
+        loss_fn=loss_fn, optimizer=optimizer, args=args, opt_state=opt_state, mesh=shape, batch_specs=batch_specs, tensors=tensors,
+        program=program, update=update, families=families, stored=program.stored, stored_state=stored_state, name=name,
+    )  # fmt: skip
+
+
+def _shape_of(leaf):
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        leaf = jnp.asarray(leaf)
+    spec = getattr(leaf, "sharding", None)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=spec if isinstance(spec, jax.sharding.NamedSharding) else None)
+
+
+def _bare(tree):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def _check_params(params):
+    if not jax.tree.leaves(params):
+        raise InputError("params has no leaves: there is nothing to train")
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise InputError(f"parameter {where} is {leaf.dtype}{list(leaf.shape)}, which cannot be differentiated; pass it in extra= instead")
+
+
+def _specs(params, batch, shape, param_specs, batch_spec):
+    leaves, tree = jax.tree.flatten(params)
+    if param_specs is None:
+        specs = [sharding.spec_of(leaf) for leaf in leaves]
+    elif callable(param_specs):
+        specs = [sharding.pad_spec(param_specs(n, leaf.shape), len(leaf.shape)) for n, leaf in zip(leaf_names(params), leaves, strict=True)]
+    else:
+        is_spec = lambda s: s is None or isinstance(s, jax.sharding.PartitionSpec)  # noqa: E731
+        found = jax.tree.leaves(param_specs, is_leaf=is_spec)
+        if len(found) != len(leaves):
+            raise InputError(f"param_specs has {len(found)} specs for {len(leaves)} parameters; give one for each leaf, P() where unsharded")
+        specs = [sharding.pad_spec(s, len(leaf.shape)) for s, leaf in zip(found, leaves, strict=True)]
+    rows = jax.tree.leaves(batch)
+    found = [sharding.spec_of(leaf) if batch_spec is None else sharding.pad_spec(tuple(batch_spec)[: len(leaf.shape)], len(leaf.shape)) for leaf in rows]
+    if shape is None:
+        if any(s is not None for s in (*specs, *found)):
+            raise InputError("specs were given without a mesh: pass mesh= or put NamedShardings on the ShapeDtypeStructs")
+        return (None,) * len(leaves), None
+    specs = [s or (None,) * len(leaf.shape) for s, leaf in zip(specs, leaves, strict=True)]
+    found = [s or (None,) * len(leaf.shape) for s, leaf in zip(found, rows, strict=True)]
+    for name, leaf, spec in zip((*leaf_names(params), *leaf_names(batch)), (*leaves, *rows), (*specs, *found), strict=True):
+        sharding.local_shape(leaf.shape, spec, shape, name)
+    return tuple(specs), tuple(found)
+
+
+def _state_tensors(args, opt_state, program, families, stored_state, specs):
+    params, states = jax.tree.leaves(args.params), jax.tree.leaves(opt_state)
+    names, members = stored_names(program.stored, args.params), leaf_names(args.params)
+    param_spec = []
+    for s, name in zip(program.stored, names, strict=True):
+        leaf, spec = params[s.members[0]], specs[s.members[0]]
+        shape, spec = stacked(leaf.shape, spec, s)
+        param_spec.append(spec)
+        common = dict(shape=shape, dtype=str(leaf.dtype), bytes=sharding.nbytes(shape, leaf.dtype), spec=spec, members=tuple(members[k] for k in s.members))
+        yield Tensor(name=f"parameter:{name}", role="parameter", **common)
+        yield Tensor(name=f"gradient:{name}", role="gradient", **common)
+    owner = {j: f.params[0] for f in families if f.params for j in f.state}
+    state_members = leaf_names(opt_state)
+    for j, (s, name) in enumerate(zip(stored_state, stored_names(stored_state, opt_state), strict=True)):
+        leaf = states[s.members[0]]
+        shape, _ = stacked(leaf.shape, None, s)
+        spec = None
+        if specs[0] is not None:
+            spec = _state_spec(shape, owner.get(j), program.stored, params, param_spec)
+        yield Tensor(
+            name=f"optimizer:{name}", role="optimizer", shape=shape, dtype=str(leaf.dtype), bytes=sharding.nbytes(shape, leaf.dtype), spec=spec,
+            members=tuple(state_members[k] for k in s.members), movable=len(shape) > 0, note="" if shape else "a scalar stays on the device",
+        )  # fmt: skip
+
+
+def stacked(shape, spec, stored: Stored):
+    """Shape and spec of a stored array, with the axis of its stack in front."""
+    if not stored.stacked:
+        return tuple(shape), spec
+    return (len(stored.members), *shape), None if spec is None else (None, *spec)
+
+
+def _state_spec(shape, param, stored, params, param_spec):
+    """The spec of a state array: its parameter's, on the axes that it shares with it in order."""
+    if param is None:
+        return (None,) * len(shape)
+    full, _ = stacked(params[stored[param].members[0]].shape, None, stored[param])
+    return follow_spec(shape, full, param_spec[param])
+
+
+def follow_spec(shape, full, spec) -> tuple:
+    """``spec`` of an array of shape ``full``, for an array whose axes are some of its axes in the same order (factored state)."""
+    out, at = [], 0
+    for n in shape:
+        match = next((k for k in range(at, len(full)) if full[k] == n), None)
+        out.append(None if match is None else spec[match])
+        at = at if match is None else match + 1
+    return tuple(out)
+
+
+def _batch_tensors(batch, specs):
+    for k, (name, leaf) in enumerate(zip(leaf_names(batch), jax.tree.leaves(batch), strict=True)):
+        yield Tensor(
+            name=f"batch:{name}", role="batch", shape=leaf.shape, dtype=str(leaf.dtype), bytes=sharding.nbytes(leaf.shape, leaf.dtype),
+            spec=None if specs is None else specs[k], members=(name,),
+        )  # fmt: skip
+
+
+def _activation_tensors(program):
+    """One tensor per residual path; a name that stands in several loops is one tensor."""
+    found: dict[str, Tensor] = {}
+    for loop in program.loops:
+        feeds_layers = any(p is not None for p in loop.params)
+        for r in loop.body.residuals:
+            if not (feeds_layers or r.user_named):
+                continue
+            size = sharding.nbytes(r.shape, r.dtype) * loop.loop.length
+            name = f"activation:{r.path}"
+            movable, note = movability(r, loop.loop.length)
+            if name in found:
+                old = found[name]
+                found[name] = dataclasses.replace(old, bytes=old.bytes + size, count=old.count + loop.loop.length, movable=old.movable or movable)
+                continue
+            found[name] = Tensor(
+                name=name, role="activation", shape=r.shape, dtype=str(r.dtype), bytes=size, count=loop.loop.length, members=(r.path,),
+                written=r.written, movable=movable, note=note, source=r.source,
+            )  # fmt: skip
+    yield from found.values()
+
+
+def movability(r, length: int) -> tuple[bool, str]:
+    """Whether a residual can be placed at all, and why not."""
+    if not r.needed:
+        return False, "it only leaves the loop's body (a block's output), so differentiation never keeps it; place the next block's input instead"
+    if length == 1:
+        return False, "its loop has a single iteration, for which the compiler drops an offload"
+    return True, ""
