@@ -34,7 +34,7 @@ def test_every_figure_has_a_source(chip):
     for figure in filter(None, figures):
         assert isinstance(figure, Quantity)
         assert len(figure.source) > 10
-        assert figure.value > 0 or figure.value == 0 and figure in chip.xla.values()
+        assert figure.value > 0 or (figure.value == 0 and figure in chip.xla.values())
 
 
 def test_every_source_is_cited_and_every_citation_has_a_source():
@@ -75,11 +75,12 @@ def test_dense_peaks_of_a_gpu_stand_in_their_ratios(chip):
             assert chip.peak_flops[dtype].value == pytest.approx(ratio * chip.peak_flops["bf16"].value, rel=0.02), dtype
 
 
-@pytest.mark.parametrize("chip", GPUS, ids=_named)
+@pytest.mark.parametrize("chip", [chip for chip in GPUS if chip.name != "a100-pcie-80"], ids=_named)
 def test_the_peak_of_a_gpu_is_what_its_cores_and_clock_can_do(chip):
-    """Tensor cores do 512 to 4096 multiply-adds per core and clock; the printed peak must be one of those within its boost clock."""
-    if chip.name == "a100-pcie-80":
-        pytest.skip("XLA's published clock of this board (1.1105 GHz) is not its boost clock of 1.41 GHz")
+    """Tensor cores do a power of two of multiply-adds per core and clock; the printed peak must be one of those, near the boost clock.
+
+    Not a100-pcie-80: XLA publishes 1.1105 GHz for it, the boost clock is 1.41.
+    """
     per_core = chip.peak_flops["bf16"].value / (2 * chip.xla["core_count"].value * chip.xla["clock_rate_ghz"].value * 1e9)
     assert min(abs(per_core / size - 1) for size in (256, 512, 1024, 2048, 4096)) < 0.14
 

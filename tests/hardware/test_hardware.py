@@ -88,6 +88,12 @@ def test_a_broken_record_is_a_plan_error(broken):
         Hardware.from_json(broken)
 
 
+def test_a_record_with_a_figure_of_no_known_kind_is_a_plan_error():
+    record = json.loads(json.dumps(Hardware.named("h100-sxm").to_json()).replace('"datasheet"', '"hearsay"'))
+    with pytest.raises(PlanError, match="hearsay"):
+        Hardware.from_json(record)
+
+
 def test_a_machine_is_immutable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Hardware.named("h100-sxm").hosts = 2

@@ -17,7 +17,7 @@ def test_numbers_and_json():
     figure = Quantity(3.5, "a page", "2026", "publication")
     assert (float(figure), int(figure)) == (3.5, 3)
     assert Quantity.from_json(figure.to_json()) == figure
-    assert Quantity.from_json(None) is None
+    assert Quantity.known_or_none(None) is None
 
 
 @pytest.mark.parametrize(("value", "source", "kind"), [(1, "", "datasheet"), (-1, "a page", "datasheet"), (1, "a page", "rumour")])

@@ -40,8 +40,7 @@ class Link:
     @classmethod
     def from_json(cls, record: dict) -> "Link":
         """The link that ``to_json`` wrote."""
-        rates = {name: Quantity.from_json(rate) for name, rate in record.items() if name != "name"}
-        return cls(name=record["name"], **rates)
+        return cls(name=record["name"], **{name: Quantity.known_or_none(record[name]) for name in cls.RATES})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,20 +78,19 @@ class Host:
     chips: int
     ram_bytes: Quantity
     dram_bytes_per_second: Quantity | None
-    bounds: tuple[int, ...] | None = None
-    """TPU only: the block of the chip grid that one host holds, such as (2, 2, 1)."""
+    bounds: tuple[int, ...] = ()
+    """TPU only, else empty: the block of the chip grid that one host holds, such as (2, 2, 1)."""
 
     def to_json(self) -> dict:
         """A dict of plain values."""
         record = {"chips": self.chips, "ram_bytes": self.ram_bytes.to_json(), "dram_bytes_per_second": _json(self.dram_bytes_per_second)}
-        return record | {"bounds": list(self.bounds) if self.bounds else None}
+        return record | {"bounds": list(self.bounds)}
 
     @classmethod
     def from_json(cls, record: dict) -> "Host":
         """The host that ``to_json`` wrote."""
-        bounds = tuple(record["bounds"]) if record["bounds"] else None
-        ram, rate = Quantity.from_json(record["ram_bytes"]), Quantity.from_json(record["dram_bytes_per_second"])
-        return cls(chips=record["chips"], ram_bytes=ram, dram_bytes_per_second=rate, bounds=bounds)
+        ram, rate = Quantity.from_json(record["ram_bytes"]), Quantity.known_or_none(record["dram_bytes_per_second"])
+        return cls(chips=record["chips"], ram_bytes=ram, dram_bytes_per_second=rate, bounds=tuple(record["bounds"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +117,8 @@ class Chip:
     """CPU only: cores that this process may use."""
     compiler_name: str | None = None
     """TPU only: the name by which libtpu knows it."""
-    pod_chips: int | None = None
-    """TPU only: the largest slice of one pod."""
+    pod_chips: int = 0
+    """TPU only, else 0: the chips of one pod."""
     xla: dict[str, Quantity] = field(default_factory=dict)
     """GPU only: the figures of XLA's description of the device, by XLA's names."""
 
@@ -141,11 +139,10 @@ class Chip:
     @classmethod
     def from_json(cls, record: dict) -> "Chip":
         """The chip that ``to_json`` wrote."""
-        readers = {"link": Link, "interconnect": Fabric, "nic": Fabric, "host": Host}
-        readers |= dict.fromkeys(("hbm_bytes", "hbm_bytes_per_second"), Quantity)
         fields = {**record, "driver_names": tuple(record["driver_names"])}
-        for name, reader in readers.items():
+        for name, reader in {"link": Link, "interconnect": Fabric, "nic": Fabric, "host": Host, "hbm_bytes": Quantity}.items():
             fields[name] = reader.from_json(record[name])
+        fields["hbm_bytes_per_second"] = Quantity.known_or_none(record["hbm_bytes_per_second"])
         for name in ("peak_flops", "xla"):
             fields[name] = {key: Quantity.from_json(figure) for key, figure in record[name].items()}
         return cls(**fields)

@@ -165,7 +165,7 @@ class Hardware:
         try:
             plain = {name: record[name] for name in ("name", "hosts", "devices_per_host", "topology")}
             return cls(**plain, chip=Chip.from_json(record["chip"]), budget=Budget.from_json(record["budget"]))
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, AssertionError) as error:
             raise PlanError(f"the record of the machine cannot be read ({type(error).__name__}: {error}); make the plan again") from error
 
 

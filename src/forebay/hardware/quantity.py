@@ -40,6 +40,11 @@ class Quantity:
         return record | ({"date": self.date} if self.date else {})
 
     @classmethod
-    def from_json(cls, record: dict | None) -> "Quantity | None":
-        """The figure that ``to_json`` wrote; None stays None (an unknown figure)."""
-        return None if record is None else cls(record["value"], record["source"], record.get("date"), record["kind"])
+    def from_json(cls, record: dict) -> "Quantity":
+        """The figure that ``to_json`` wrote."""
+        return cls(record["value"], record["source"], record.get("date"), record["kind"])
+
+    @classmethod
+    def known_or_none(cls, record: dict | None) -> "Quantity | None":
+        """The figure that ``to_json`` wrote, or None for one that is unknown."""
+        return None if record is None else cls.from_json(record)

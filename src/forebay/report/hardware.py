@@ -66,8 +66,8 @@ def render_hardware(hardware: Hardware) -> str:
     """One machine as text: its shape and budgets, every figure with its unit, and the sources that the figures cite by number."""
     sources: dict[str, int] = {}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading, justify in (("figure", "left"), ("value", "right"), ("unit", "left"), ("kind", "left"), ("source", "right")):
-        table.add_column(heading, justify=justify)
+    for heading in ("figure", "value", "unit", "kind", "source"):
+        table.add_column(heading, justify="right" if heading in ("value", "source") else "left")
     for name, figure, unit in _figures(hardware):
         table.add_row(*_figure_row(name, figure, unit, sources))
     cited = Table(box=None, show_header=False, pad_edge=False, title="sources", title_justify="left", title_style="")
@@ -143,6 +143,7 @@ def _scaled(figure: Quantity | None, unit: float, digits: int) -> str:
 def _text(renderable) -> str:
     """What ``renderable`` prints, for a terminal of this width or for a pipe."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
-    console = Console(file=io.StringIO(), width=max(width, 80), color_system=None, highlight=False, markup=False)
+    written = io.StringIO()
+    console = Console(file=written, width=max(width, 80), color_system=None, highlight=False, markup=False)
     console.print(renderable)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+    return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
