@@ -60,7 +60,7 @@ def _title(record: Mapping) -> str:
 
 
 def _table_of_roles(entries: Iterable[Mapping]) -> str:
-    table = _table("role (planned)", ">HBM", ">host", "held in", "recomputed")
+    table = _table("role (planned)", ">HBM", ">host", "held in", "entries recomputed")
     sums: Counter = Counter()
     count: Counter = Counter()
     for entry in entries:
