@@ -75,13 +75,16 @@ def _plan(words: list[str]) -> int:
 
 
 def _train(words: list[str]) -> int:
+    from forebay.hardware import Hardware
     from forebay.training.config import from_command_line
 
     config = from_command_line(words)
-    from forebay.training.loop import train  # after the words: this loads jax
+    if Hardware.here().chip.platform == "cpu":
+        # jax, told nothing, would try each installed accelerator plugin first and print a traceback for each.
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from forebay.training.loop import train  # only now: this loads jax
 
-    train(config)
-    return DONE
+    return train(config).exit_code
 
 
 def _explain(words: list[str]) -> int:
