@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 from tyro.conf import UseAppendAction, arg
 
+import forebay as fb
 from forebay.errors import InputError, PlanError, nearest
 from forebay.hardware import Hardware
 from forebay.records.entries import PLACEMENTS
@@ -95,15 +96,10 @@ def plan_program(program: tuple, rules: dict[str, str], hardware: Hardware, desc
 
     ``described`` goes over what the plan says of its workload: the model's name, the sizes that a person asked for.
     """
-    from forebay.compiler import judge
-    from forebay.plan import Plan
-    from forebay.runtime import train_step
-    from forebay.workload import trace
-
     loss_fn, optimizer, params, batch = program
-    plan = Plan.by_hand(trace(loss_fn, optimizer, params, batch), rules, hardware=hardware)
-    step = train_step(loss_fn, optimizer, plan)
-    verdict = judge(step, (plan.abstract_state(), plan.abstract_batch()), hardware, plan=plan)
+    plan = fb.Plan.by_hand(fb.trace(loss_fn, optimizer, params, batch), rules, hardware=hardware)
+    step = fb.train_step(loss_fn, optimizer, plan)
+    verdict = fb.judge(step, (plan.abstract_state(), plan.abstract_batch()), hardware, plan=plan)
     return dataclasses.replace(plan, workload={**plan.workload, **(described or {})}, verdict=verdict)
 
 
@@ -120,9 +116,10 @@ def load_program(model: str, seq: int | None, batch: int | None) -> tuple:
     """
     if ":" in model:
         return _call(model, {name: value for name, value in (("seq", seq), ("batch", batch)) if value is not None})
+    if seq is None or batch is None:
+        missing = "--seq" if seq is None else "--batch"
+        raise InputError(f"{missing} is missing: {model} needs the tokens of a sequence (--seq) and the sequences of a batch (--batch)")
     for name, value in (("--seq", seq), ("--batch", batch)):
-        if value is None:
-            raise InputError(f"{name} is missing: {model} needs the tokens of a sequence (--seq) and the sequences of a batch (--batch)")
         if value < 1:
             raise InputError(f"{name} is {value}; it must be at least 1")
     config = load_config(model) if _is_file(model) else preset(model)
