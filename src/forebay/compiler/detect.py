@@ -44,7 +44,7 @@ def _names(names: tuple[str, ...]) -> str:
 
 
 def _reversed_host_slice(evidence: Evidence) -> str:
-    return _names(evidence.findings.reversed_slices)
+    return _names(evidence.findings.misplaced_slices)
 
 
 def _two_in_flight(evidence: Evidence) -> str:

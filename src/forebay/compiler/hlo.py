@@ -6,46 +6,31 @@ full parser; this one only has to be right about memory spaces.
 """
 
 import dataclasses
-import math
 import re
 from collections import Counter
 
+from forebay.compiler.indices import Loop, misplaced, read_loop
+from forebay.compiler.lines import ARRAY, Instruction, array_bytes, closing, read_lines, split_type
 from forebay.records.verdict import HOST_TO_HOST, TO_DEVICE, TO_HOST, HostCopy
 
 HOST = "S(5)"
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(")
-_ARRAY = re.compile(r"(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
 _CALLED = re.compile(r", (calls|body|to_apply|branch_computations)=(?:%?([\w.\-]+)|\{([^}]*)\})")
 _REMATERIALISED = re.compile(r"\.remat\d*(?=\.|$)")  # the pass's own suffix; ".rematerialized" is a cheap clone of a broadcast
 _ATTENTION = re.compile(r"fmha|flash|splash|tpu_custom_call|triton_kernel_call|mosaic_gpu", re.IGNORECASE)
 _MOVES = set("parameter constant bitcast copy slice dynamic-slice dynamic-update-slice tuple get-tuple-element".split())
 _INDEX_WORK = _MOVES | set("add subtract multiply compare select convert clamp minimum maximum broadcast reshape".split())
-_FROM_THE_START = re.compile(r'"byte_offset":"0","byte_stride":"[1-9]')  # a slice annotated to walk upwards from the first byte
 _NO_WORK = set("parameter constant tuple get-tuple-element bitcast while call conditional opt-barrier after-all add-dependency".split())
 _CUSTOM_CALLS_WITHOUT_WORK = ("AllocateBuffer", "MoveToHost", "MoveToDevice", "annotate_device_placement")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Instruction:
-    """A line of HLO, split as far as needed. ``result`` is the type's text; ``line`` is the whole of it."""
-
-    name: str
-    result: str
-    opcode: str
-    operands: tuple[str, ...]
-    computation: str
-    line: str
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """``host_compute`` names operations that work on host memory; ``reversed_slices`` host slices annotated at offset 0 whose index
-    is computed (FACTS: reversed-host-slice); ``host_parameters`` tells of each parameter of the module whether it is in host memory."""
+    """``host_compute`` names operations that work on host memory; ``misplaced_slices`` host slices whose annotated bytes do not follow
+    their index (hazard reversed-host-slice); ``host_parameters`` tells of each parameter of the module whether it is in host memory."""
 
     host_copies: tuple[HostCopy, ...]
     host_compute: tuple[str, ...]
-    reversed_slices: tuple[str, ...]
+    misplaced_slices: tuple[str, ...]
     remat_instructions: int
     attention: dict[str, int]
     host_parameters: tuple[bool, ...]
@@ -56,86 +41,39 @@ def read_hlo(text: str) -> Findings:
     return _Reader(text).findings()
 
 
-def array_bytes(dtype: str, dimensions: str) -> int:
-    """Bytes of one array type, such as ``f32`` and ``1,256``; 0 for tokens."""
-    if dtype in ("token", "opaque"):
-        return 0
-    bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype).group())
-    count = math.prod(int(part) for part in re.findall(r"\d+", dimensions))
-    return -(-bits * count // 8)
-
-
 def _arrays(type_text: str) -> list[tuple[int, bool, bool]]:
     """Each array of a type: its bytes, whether it is in host memory, whether it is a scalar."""
-    found = _ARRAY.findall(type_text)
+    found = ARRAY.findall(type_text)
     return [(array_bytes(dtype, shape), HOST in layout, not shape) for dtype, shape, layout in found]
-
-
-def split_type(type_text: str) -> list[str]:
-    """The members of a tuple type, or the type itself."""
-    if not type_text.startswith("("):
-        return [type_text]
-    members, depth, current = [], 0, ""
-    for character in type_text[1:-1]:
-        depth += character in "([{"
-        depth -= character in ")]}"
-        if character == "," and depth == 0:
-            members.append(current.strip())
-            current = ""
-        else:
-            current += character
-    return [*members, current.strip()] if current.strip() else members
 
 
 class _Reader:
     def __init__(self, text: str):
-        self.text = text
-        self.instructions: list[Instruction] = []
-        self.types: dict[str, str] = {}
-        self.by_name: dict[str, Instruction] = {}
-        self.entry = ""
-        self._read_lines()
-        self.members: dict[str, list[Instruction]] = {}
-        for instruction in self.instructions:
-            self.members.setdefault(instruction.computation, []).append(instruction)
-        self.loops, self.scheduled = {}, {}
-        self._walk(self.entry, None, 1)
-
-    def _read_lines(self) -> None:
-        computation = ""
-        for line in self.text.splitlines():
-            if not line.startswith(" "):
-                if header := _HEADER.match(line):
-                    computation = header.group(2)
-                    self.entry = computation if header.group(1) else self.entry
-                continue
-            if found := _INSTRUCTION.match(line):
-                name, result, opcode = found.group(2, 3, 4)
-                operands = _operands(line, found.end())
-                instruction = Instruction(name, result, opcode, operands, computation, line)
-                self.instructions.append(instruction)
-                self.types[name] = result
-                self.by_name[name] = instruction
+        self.module = read_lines(text)
+        self.loops: dict[str, Loop] = {}
+        self.scheduled: dict[str, tuple[str | None, int | None]] = {}
+        self._walk(self.module.entry, None, 1)
 
     def _walk(self, computation: str, loop: str | None, trips: int | None) -> None:
         """Mark ``computation`` and what it runs (not what its fusions hold) with the loop around it and how often it runs."""
         self.scheduled[computation] = (loop, trips)
-        for instruction in self.members.get(computation, ()):
+        for instruction in self.module.members.get(computation, ()):
             if instruction.opcode not in ("while", "call", "conditional", "async-start"):
                 continue
             for kind, one, several in _CALLED.findall(instruction.line):
                 for called in re.findall(r"[\w.\-]+", one or several):
-                    if called not in self.members or called in self.scheduled:
+                    if called not in self.module.members or called in self.scheduled:
                         continue
                     if kind != "body":
                         self._walk(called, loop, trips)
                         continue
-                    count = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.line)
-                    self._walk(called, called, trips * int(count.group(1)) if count and trips is not None else None)
+                    loop_here = self.loops[called] = read_loop(called, instruction.line)
+                    known = trips is not None and loop_here.trips is not None
+                    self._walk(called, called, trips * loop_here.trips if known else None)
 
     def findings(self) -> Findings:
-        copies, compute, reversed_slices = [], [], []
-        for instruction in self.instructions:
+        copies, compute, misplaced_slices = [], [], []
+        for instruction in self.module.instructions:
             if instruction.computation not in self.scheduled:
                 continue
             if '_xla_compute_type="host"' in instruction.line or "HostExecute" in instruction.line:
@@ -145,18 +83,18 @@ class _Reader:
                 continue
             if copy := self._copy(instruction):
                 copies.append(copy)
-                if self._reversed(instruction):
-                    reversed_slices.append(instruction.name)
+                if copy.loop and misplaced(self.module, instruction, self.loops[copy.loop]):
+                    misplaced_slices.append(instruction.name)
             elif self._computes(instruction):
                 compute.append(instruction.name)
         return Findings(
-            host_copies=tuple(copies), host_compute=tuple(compute), reversed_slices=tuple(reversed_slices),
-            remat_instructions=sum(bool(_REMATERIALISED.search(instruction.name)) for instruction in self.instructions),
+            host_copies=tuple(copies), host_compute=tuple(compute), misplaced_slices=tuple(misplaced_slices),
+            remat_instructions=sum(bool(_REMATERIALISED.search(instruction.name)) for instruction in self.module.instructions),
             attention=self._attention(), host_parameters=self._host_parameters(),
         )  # fmt: skip
 
     def _touches_host(self, instruction: Instruction) -> bool:
-        return HOST in instruction.result or any(HOST in self.types.get(name, "") for name in instruction.operands)
+        return HOST in instruction.result or any(HOST in self.module.type_of(name) for name in instruction.operands)
 
     def _copy(self, instruction: Instruction) -> HostCopy | None:
         opcode = instruction.opcode
@@ -186,7 +124,7 @@ class _Reader:
         return self._sides_of_arrays(_arrays(members[0]), _arrays(members[1]), update)
 
     def _sides(self, operands: tuple[str, ...], result: str, update: bool) -> tuple[str, int] | None:
-        sources = [array for name in operands for array in _arrays(self.types.get(name, ""))]
+        sources = [array for name in operands for array in _arrays(self.module.type_of(name))]
         return self._sides_of_arrays(sources, _arrays(result), update)
 
     def _sides_of_arrays(self, sources: list, results: list, update: bool) -> tuple[str, int] | None:
@@ -196,19 +134,15 @@ class _Reader:
             return _direction(moved, [(size, results[0][1], False) for size, _, _ in moved])
         return _direction([array for array in sources if not array[2]], results)
 
-    def _called(self, instruction: Instruction) -> list[Instruction]:
-        called = re.search(r"(?:calls|to_apply)=%?([\w.\-]+)", instruction.line)
-        return self.members.get(called.group(1), []) if called else []
-
     def _only_moves(self, instruction: Instruction) -> bool:
         """Whether a fusion only moves data. Arithmetic on scalars is the index of a slice."""
-        inside = self._called(instruction)
+        inside = self.module.called_by(instruction)
         scalar = lambda item: all(size <= 8 for size, _, _ in _arrays(item.result))  # noqa: E731
         moves = all(item.opcode in _MOVES or (item.opcode in _INDEX_WORK and scalar(item)) for item in inside)
         return bool(inside) and moves
 
     def _updates(self, instruction: Instruction) -> bool:
-        return any(item.opcode == "dynamic-update-slice" for item in self._called(instruction))
+        return any(item.opcode == "dynamic-update-slice" for item in self.module.called_by(instruction))
 
     def _computes(self, instruction: Instruction) -> bool:
         if instruction.opcode.endswith("-done") or instruction.opcode.endswith("-start"):
@@ -217,46 +151,19 @@ class _Reader:
             return not any(f'custom_call_target="{target}"' in instruction.line for target in _CUSTOM_CALLS_WITHOUT_WORK)
         return True
 
-    def _reversed(self, instruction: Instruction) -> bool:
-        """A host slice that XLA annotated from offset 0 with a positive stride although its index is not the loop's own counter."""
-        annotated = any(_FROM_THE_START.search(item.line) for item in self._called(instruction))
-        return annotated and any(self._is_computed(name) for name in instruction.operands)
-
-    def _is_computed(self, name: str) -> bool:
-        source = self.by_name.get(name)
-        scalar = source is not None and source.result.split("{")[0] in ("s32[]", "s64[]", "u32[]", "u64[]")
-        return scalar and source.opcode not in ("get-tuple-element", "constant", "parameter", "copy")
-
     def _attention(self) -> dict[str, int]:
-        targets = re.findall(r'custom_call_target="([^"]+)"', self.text)
+        targets = re.findall(r'custom_call_target="([^"]+)"', self.module.text)
         return dict(sorted(Counter(target for target in targets if _ATTENTION.search(target)).items()))
 
     def _host_parameters(self) -> tuple[bool, ...]:
-        start = self.text.find("entry_computation_layout={(")
+        start = self.module.text.find("entry_computation_layout={(")
         if start < 0:
             return ()
-        line = self.text[start + len("entry_computation_layout={") : self.text.find("\n", start)]
-        parameters = split_type(line[: _closing(line)])
+        line = self.module.text[start + len("entry_computation_layout={") : self.module.text.find("\n", start)]
+        parameters = split_type(line[: closing(line)])
         if len(parameters) == 1:  # a program of very many arguments takes them as one tuple
             parameters = split_type(parameters[0])
         return tuple(HOST in parameter for parameter in parameters)
-
-
-def _closing(text: str) -> int:
-    """The position after the bracket that closes the one ``text`` starts with."""
-    depth = 0
-    for position, character in enumerate(text):
-        depth += character in "([{"
-        depth -= character in ")]}"
-        if depth == 0:
-            return position + 1
-    return len(text)
-
-
-def _operands(line: str, start: int) -> tuple[str, ...]:
-    """The operand names of an instruction whose bracket opens just before ``start``."""
-    end = line.find(")", start)
-    return tuple(re.findall(r"%([\w.\-]+)", line[start:end]))
 
 
 def _direction(sources: list, results: list) -> tuple[str, int] | None:

@@ -30,8 +30,9 @@ HAZARDS = (
         severity="wrong-results",
         platforms=GPU,
         versions=("0.10.2", "0.11.1"),
-        message="A stack in host memory is read or written with a reversed loop index (the backward pass of an offloaded scan). This "
-        "XLA marks such a slice with byte offset 0 and a positive stride: the wrong layer is touched, the gradients are silently wrong.",
+        message="A stack in host memory is read or written at an index that is not the loop's own count from 0: reversed, as in every "
+        "backward pass of an offloaded scan, or ahead, as in a prefetch. This XLA marks every such slice with byte offset 0 and one row "
+        "per turn: another layer is touched, and the gradients or the state are silently wrong.",
         action="Compile with xla_disable_hlo_passes=dynamic-slice-annotator (same memory; the copies become kernels), or use jaxlib "
         "0.11.1 or later.",
         options={"xla_disable_hlo_passes": "dynamic-slice-annotator"},

@@ -1,0 +1,135 @@
+"""Does the offset that XLA wrote on a slice agree with its index? The scalar instructions of the loop are worked out to see.
+
+XLA:GPU turns an asynchronous slice of host memory into a plain copy from ``byte_offset + turn * byte_stride`` where the pass
+dynamic-slice-annotator wrote such a line (openxla/xla 46231: jaxlib 0.10.2 and 0.11.0 write offset 0 and one row per turn on every slice
+of host memory, whatever its index). Loop counters, constants and integer arithmetic are followed; anything else is unknown.
+"""
+
+import dataclasses
+import math
+import operator
+import re
+
+from forebay.compiler.lines import Instruction, Module, shape_of
+
+_SAME = ("copy", "bitcast", "convert", "reshape")
+_TWO = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "minimum": min, "maximum": max, "and": operator.and_,
+        "or": operator.or_}  # fmt: skip
+_COMPARE = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loop:
+    """A while body: where its counter stands in the carry, the counter's first value and step, and the trip count if known."""
+
+    body: str
+    position: int
+    first: int
+    step: int
+    trips: int | None
+
+
+def read_loop(body: str, while_line: str) -> Loop:
+    """The loop of ``body`` as the backend configuration of its ``while`` tells; a counter from 0 by 1 where it does not."""
+    number = lambda pattern, default: int(found.group(1)) if (found := re.search(pattern, while_line)) else default  # noqa: E731
+    return Loop(
+        body=body,
+        position=number(r'"known_induction_variable":\{"tuple_index":"(\d+)"', 0),
+        first=number(r'"init":"(-?\d+)"', 0),
+        step=number(r'"step":"(-?\d+)"', 1),
+        trips=number(r'"known_trip_count":\{"n":"(\d+)"', None),
+    )
+
+
+def misplaced(module: Module, started: Instruction, loop: Loop) -> bool:
+    """Whether a slice inside ``started`` carries a line of bytes that its index does not follow, or whose index is unknown."""
+    inside = module.called_by(started)
+    numbers = {item.name: int(re.search(r"parameter\((\d+)\)", item.line).group(1)) for item in inside if item.opcode == "parameter"}
+    turns = [0, 1] if loop.trips is None or loop.trips > 1 else [0]
+    turns += [loop.trips - 1] if loop.trips else []
+    for item in inside:
+        line = _annotation(item)
+        if line is None:
+            continue
+        for turn in turns:
+            counter = (loop.position, loop.first + turn * loop.step)
+            given = {name: _value(module, started.operands[number], {}, counter) for name, number in numbers.items()}
+            if _offset(module, item, given, counter) != line[0] + turn * line[1]:
+                return True
+    return False
+
+
+def _annotation(item: Instruction) -> tuple[int, int] | None:
+    """Byte offset and byte stride of the slice's annotation; newer versions write them under ``linear``."""
+    found = re.search(r'"dynamic_slice_config":\{(.*)', item.line)
+    if not found or item.opcode not in ("dynamic-slice", "dynamic-update-slice"):
+        return None
+    text = found.group(1).partition('"linear":{')[2] or found.group(1)
+    numbers = re.search(r'"byte_offset":"(-?\d+)","byte_stride":"(-?\d+)"', text)
+    return (int(numbers.group(1)), int(numbers.group(2))) if numbers else None
+
+
+def _offset(module: Module, item: Instruction, given: dict, counter: tuple[int, int]) -> int | None:
+    """The first byte that the slice touches: each index times the bytes of one step along its axis."""
+    item_bytes, dimensions = shape_of(module.type_of(item.operands[0]))
+    indices = item.operands[2:] if item.opcode == "dynamic-update-slice" else item.operands[1:]
+    sizes = shape_of(item.result if item.opcode == "dynamic-slice" else module.type_of(item.operands[1]))[1]
+    total = 0
+    for axis, name in enumerate(indices):
+        value = _value(module, name, given, counter)
+        if value is None:
+            return None
+        within = min(max(value, 0), dimensions[axis] - sizes[axis])  # a dynamic slice never leaves its array
+        total += within * item_bytes * math.prod(dimensions[axis + 1 :])
+    return total
+
+
+def _value(module: Module, name: str, given: dict, counter: tuple[int, int]):
+    if name in given:
+        return given[name]
+    found = module.by_name.get(name)
+    if found is None:
+        return None
+    if found.opcode == "constant":
+        return _constant(found)
+    if found.opcode == "get-tuple-element":
+        position = re.search(r"index=(\d+)", found.line)
+        source = module.by_name.get(found.operands[0])
+        carried = source is not None and source.opcode == "parameter" and int(position.group(1)) == counter[0]
+        return counter[1] if carried else None
+    values = [_value(module, operand, given, counter) for operand in found.operands]
+    return None if None in values else _apply(module, found, values, counter)
+
+
+def _apply(module: Module, found: Instruction, values: list, counter: tuple[int, int]):
+    if found.opcode in _SAME:
+        return values[0]
+    if found.opcode in _TWO:
+        return _TWO[found.opcode](*values)
+    if found.opcode == "negate":
+        return -values[0]
+    if found.opcode == "compare":
+        return _COMPARE[re.search(r"direction=(\w+)", found.line).group(1)](*values)
+    if found.opcode == "select":
+        return values[1] if values[0] else values[2]
+    if found.opcode == "clamp":
+        return min(max(values[0], values[1]), values[2])
+    if found.opcode in ("fusion", "call"):
+        return _inside(module, found, values, counter)
+    return None
+
+
+def _inside(module: Module, found: Instruction, values: list, counter: tuple[int, int]):
+    inside = module.called_by(found)
+    root = next((item for item in inside if item.line.lstrip().startswith("ROOT ")), None)
+    if root is None:
+        return None
+    numbers = {item.name: int(re.search(r"parameter\((\d+)\)", item.line).group(1)) for item in inside if item.opcode == "parameter"}
+    return _value(module, root.name, {name: values[number] for name, number in numbers.items()}, counter)
+
+
+def _constant(found: Instruction):
+    text = re.search(r"constant\(([^)]*)\)", found.line).group(1)
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if re.fullmatch(r"-?\d+", text) else None
