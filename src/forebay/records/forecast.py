@@ -9,11 +9,11 @@ from forebay.units import GIB
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CopyTime:
-    """Host copies of one buffer in one step. ``buffer`` is the user's path of the argument that stands on the host, or says what else it is.
+    """Host copies of one buffer in one step. ``buffer`` is the user's path of the argument that stands on the host, or says what
+    else it is.
 
-    ``held_bytes`` is the size of the host buffer per device, ``moved_bytes`` what crosses the link in a step, ``exposed_seconds`` the time that
-    the compute lane spends waiting for these copies.
-    """
+    ``held_bytes`` is the size of the host buffer per device, ``moved_bytes`` what crosses the link in a step, ``exposed_seconds``
+    the time that the compute lane spends waiting for these copies."""
 
     buffer: str
     direction: str
@@ -30,13 +30,27 @@ class CopyTime:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoopTime:
+    """One loop of the program, all iterations. ``link_use`` is how full the host link is in each direction while the loop runs
+    (bytes over rate x seconds); ``bound`` says what sets the pace: ``compute``, ``collectives``, ``link, one way at a time``,
+    ``link`` or ``host DRAM``."""
+
+    name: str
+    iterations: int
+    seconds: float
+    path: Mapping[str, float]
+    link_use: Mapping[str, float]
+    bound: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """One step of a compiled program on one machine, replayed. Seconds and bytes are per device and per step.
 
-    ``path`` splits step_seconds by cause and adds up to it: kinds of work, ``contention`` (compute slowed by copies and collectives),
-    ``launch gaps``, ``wait for LANE`` (nothing to do but wait). ``lanes`` is the busy time of each lane. ``flops`` counts what is executed,
-    recomputation included, causal attention as the half that is done. ``unknown_share`` is the part of step_seconds costed by bytes alone
-    because the instruction is not known; ``unknowns`` lists those as (what, how many, seconds). ``bound`` says what limits each host lane.
+    ``path`` splits step_seconds by cause and adds up to it: kinds of work, ``contention`` (compute slowed by copies and
+    collectives), ``launch gaps``, ``wait for LANE`` (nothing to do but wait). ``lanes`` is the busy time of each lane. ``flops``
+    counts what is executed, recomputation included, causal attention as the half that is done. ``unknown_share`` is the part of
+    step_seconds costed by bytes alone because the instruction is not known; ``unknowns`` lists those as (what, how many, seconds).
     """
 
     hardware: str
@@ -55,8 +69,7 @@ class Forecast:
     unknown_share: float
     unknowns: tuple[tuple[str, int, float], ...]
     launches: int
-    link_use: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    bound: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    loops: tuple[LoopTime, ...] = ()
     tokens_per_second: float | None = None
     mfu: float | None = None
     notes: tuple[str, ...] = ()
@@ -75,9 +88,10 @@ class Forecast:
     def to_json(self) -> dict:
         """Plain values that json writes and ``from_json`` reads."""
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in ("path", "lanes", "domains", "bytes", "flops", "link_use", "bound"):
+        for name in ("path", "lanes", "domains", "bytes", "flops"):
             data[name] = dict(data[name])
         data["copies"] = [dataclasses.asdict(copy) for copy in self.copies]
+        data["loops"] = [dataclasses.asdict(loop) for loop in self.loops]
         data["unknowns"] = [list(item) for item in self.unknowns]
         data["notes"] = list(self.notes)
         return data
@@ -88,6 +102,7 @@ class Forecast:
         data = dict(data)
         try:
             data["copies"] = tuple(CopyTime(**item) for item in data["copies"])
+            data["loops"] = tuple(LoopTime(**item) for item in data["loops"])
             data["unknowns"] = tuple(tuple(item) for item in data["unknowns"])
             data["notes"] = tuple(data["notes"])
             return cls(**data)

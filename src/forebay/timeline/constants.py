@@ -14,7 +14,8 @@ from forebay.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulRate:
-    """Share of the dense peak that a matmul reaches: ``limit[dtype]`` times a factor of the cube root of MNK, interpolated in its logarithm."""
+    """Share of the dense peak that a matmul reaches: ``limit[dtype]`` times a factor of the cube root of MNK, interpolated in its
+    logarithm."""
 
     limit: dict[str, float]
     sides: tuple[float, ...]
@@ -27,7 +28,9 @@ class MatmulRate:
     def efficiency(self, dtype: str, side: float) -> float:
         """The share of the peak of ``dtype`` at cube root ``side``."""
         if dtype not in self.limit:
-            raise InputError(f"no matmul efficiency of {dtype} is known for this chip (known: {', '.join(sorted(self.limit))}); run `forebay probe`")
+            raise InputError(
+                f"no matmul efficiency of {dtype} is known for this chip, only of {', '.join(sorted(self.limit))}; run `forebay probe`"
+            )
         return self.limit[dtype] * _interpolated(self.sides, self.shape, side)
 
 
@@ -81,7 +84,7 @@ class Constants:
 def _interpolated(xs: tuple[float, ...], ys: tuple[float, ...], x: float) -> float:
     if x <= xs[0]:
         return ys[0] * max(x, 1e-9) / xs[0]
-    for low, high, y_low, y_high in zip(xs, xs[1:], ys, ys[1:]):
+    for low, high, y_low, y_high in zip(xs, xs[1:], ys, ys[1:], strict=False):
         if x <= high:
             return y_low + (y_high - y_low) * math.log(x / low) / math.log(high / low)
     return ys[-1]

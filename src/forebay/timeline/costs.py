@@ -1,10 +1,9 @@
 """Seconds that one piece of work takes when it runs alone, and the lane it runs on.
 
-Compute is a roofline: the larger of arithmetic over (peak x efficiency at this shape) and bytes over (HBM rate x efficiency), never under a
-kernel's floor. Collectives are latency plus bytes over the slower of NVLink and the network: a group that fills whole nodes drives every network
-port of its nodes, so it is bound by min(link, devices per node x port). Host copies are latency plus bytes over the link. What happens when several
-run at once is not here but in ``rates`` and ``replay``.
-"""
+Compute is a roofline: the larger of arithmetic over (peak x efficiency at this shape) and bytes over (HBM rate x efficiency), never
+under a kernel's floor. Collectives are latency plus bytes over the slower of NVLink and the network: a group that fills whole nodes
+drives every network port of its nodes, so it is bound by min(link, devices per node x port). Host copies are latency plus bytes
+over the link. What happens when several run at once is not here but in ``rates`` and ``replay``."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from forebay.timeline.constants import Constants
 from forebay.timeline.work import Collective, Work
 
 LANES = ("compute", "to_device", "to_host", "device", "collective", "side", "disk")
-"""Lanes in the order they are drawn. ``device``: copies inside HBM. ``collective``: all domains take turns. ``side``: asynchronous kernels."""
+"""Lanes in the order they are drawn. ``device``: copies inside HBM. ``collective``: all domains take turns. ``side``: asynchronous
+kernels."""
 
 _DTYPES = {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "f64": "fp64", "s8": "int8", "u8": "int8", "f4e2m1fn": "fp4"}
 
@@ -61,7 +61,9 @@ class Costs:
         seconds = self.memory_seconds(work.traffic.hbm_bytes)
         if work.traffic.host_bytes:
             read = self._host_seconds("to_device", work.traffic.host_read)
-            seconds = max(seconds, (read + self._host_seconds("to_host", work.traffic.host_written)) / self.constants.host_kernel_efficiency)
+            seconds = max(
+                seconds, (read + self._host_seconds("to_host", work.traffic.host_written)) / self.constants.host_kernel_efficiency
+            )
         if work.product is not None and work.product.flops:
             seconds = max(seconds, work.product.flops / self._flop_rate(work))
         return seconds
@@ -148,7 +150,9 @@ class Costs:
         link = self.hardware.link
         rate = link.to_device_bytes_per_second if direction == "to_device" else link.to_host_bytes_per_second
         if rate is None:
-            raise InputError(f"{self.hardware.name}: the rate of the host link ({direction}) is not published; run `forebay probe` on the machine")
+            raise InputError(
+                f"{self.hardware.name}: the rate of the host link ({direction}) is not published; run `forebay probe` on the machine"
+            )
         return float(rate) * self.constants.host_efficiency
 
     def both_rate(self) -> float:

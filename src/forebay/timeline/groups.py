@@ -1,8 +1,8 @@
 """Device groups of collectives, in every syntax that XLA prints.
 
-Explicit ``{{0,1},{2,3}}``; iota ``[8,16]<=[128]`` and ``[8,16]<=[16,8]T(1,0)``; mesh ``mesh['data'=2,'fsdp'=4] {'fsdp'}`` with sub-axes ``'x':(2)4``
-and ``device_ids=([4,2]T(1,0))`` or ``device_ids=(0,2,1,3)``. Anything else is an error: a wrong guess here costs 10 % of a step (FACTS section 7).
-"""
+Explicit ``{{0,1},{2,3}}``; iota ``[8,16]<=[128]`` and ``[8,16]<=[16,8]T(1,0)``; mesh ``mesh['data'=2,'fsdp'=4] {'fsdp'}`` with
+sub-axes ``'x':(2)4`` and ``device_ids=([4,2]T(1,0))`` or ``device_ids=(0,2,1,3)``. Anything else is an error: a wrong guess here
+costs 10 % of a step (FACTS section 7)."""
 
 import functools
 import math
@@ -43,13 +43,15 @@ def parse_groups(text: str, devices: int) -> Groups:
         return Groups((tuple(range(devices)),))
     if text.startswith("{{"):
         members = tuple(tuple(int(i) for i in part.split(",") if i.strip()) for part in text[2:-2].replace(" ", "").split("},{"))
-        return _checked(members, text)
+        return _checked(members, text, devices)
     if match := _IOTA.match(text):
         shape, reshape, order = (_numbers(part) for part in match.groups())
         ids = _iota(reshape, order or tuple(range(len(reshape))))
-        return _checked(_rows(ids, shape[-1]), text)
+        if len(shape) != 2 or math.prod(shape) != len(ids):
+            raise HloSyntaxError(f"{text[:120]!r}: {list(shape)} is not a split of {len(ids)} devices into groups of one size")
+        return _checked(_rows(ids, shape[-1]), text, devices)
     if match := _MESH.match(text):
-        return _checked(_mesh_groups(match.group(1), match.group(2), match.group(3), text), text)
+        return _checked(_mesh_groups(match.group(1), match.group(2), match.group(3), text), text, devices)
     raise HloSyntaxError(f"unknown replica_groups syntax {text[:120]!r}; refusing to guess which devices take part")
 
 
@@ -63,9 +65,11 @@ def parse_pairs(text: str) -> tuple[tuple[int, int], ...]:
     return tuple((int(a), int(b)) for a, b in found)
 
 
-def _checked(members: tuple[tuple[int, ...], ...], text: str) -> Groups:
+def _checked(members: tuple[tuple[int, ...], ...], text: str, devices: int) -> Groups:
     if not members or len({len(m) for m in members}) != 1 or not members[0]:
         raise HloSyntaxError(f"replica_groups must be non-empty and of one size, got {text[:120]!r}")
+    if max(map(max, members)) >= devices:
+        raise HloSyntaxError(f"replica_groups name device {max(map(max, members))} of a program for {devices}: {text[:120]!r}")
     return Groups(members)
 
 

@@ -1,15 +1,15 @@
 """Classification: what each instruction of a scheduled module asks of the machine.
 
-Only computations that run in sequence are visited (the entry, loop bodies, branches, called computations), each once, from a work list; fused
-computations are read where they are called. What is not known is costed by its bytes with kind ``unknown`` and a reason, and the forecast reports
-the share of time so costed. An unknown *syntax* is an error.
-"""
+Only computations that run in sequence are visited (the entry, loop bodies, branches, called computations), each once, from a work
+list; fused computations are read where they are called. What is not known is costed by its bytes with kind ``unknown`` and a
+reason, and the forecast reports the share of time so costed. An unknown *syntax* is an error."""
 
 from forebay.timeline.collectives import COLLECTIVES, collective_of
 from forebay.timeline.parse import Computation, Instruction, Module
 from forebay.timeline.products import attention_product, convolution_product, cublas_product, cudnn_convolution_product, dot_product
 from forebay.timeline.shapes import HloSyntaxError, Shape, Tuple, arrays
 from forebay.timeline.traffic import fusion_traffic, plain_traffic, shape_traffic
+from forebay.timeline.trips import TripCounts
 from forebay.timeline.work import Product, Program, Traffic, Work
 
 _FREE = frozenset(
@@ -18,11 +18,14 @@ _FREE = frozenset(
 )
 _FREE_TARGETS = frozenset({"AllocateBuffer", "Sharding", "AssumeGatherIndicesInBound", "annotate_device_placement", "CreateBuffer"})
 _PLAIN = frozenset(
-    "abs add and atan2 broadcast cbrt ceil clamp clz compare complex concatenate convert copy copy-start cosine divide dynamic-slice "
-    "dynamic-update-slice erf exponential exponential-minus-one fft floor gather imag iota is-finite log log-plus-one logistic map maximum minimum "
-    "multiply negate not or pad popcnt power real reduce reduce-precision reduce-window remainder reshape reverse rng rng-bit-generator "
-    "rng-get-and-update-state round-nearest-afz round-nearest-even rsqrt scatter select select-and-scatter shift-left shift-right-arithmetic "
-    "shift-right-logical sign sine slice sqrt stochastic-convert subtract tan tanh transpose triangular-solve xor sort bitcast-convert".split()
+    """
+    abs add and atan2 broadcast cbrt ceil clamp clz compare complex concatenate convert copy copy-start cosine divide
+    dynamic-slice dynamic-update-slice erf exponential exponential-minus-one fft floor gather imag iota is-finite log log-
+    plus-one logistic map maximum minimum multiply negate not or pad popcnt power real reduce reduce-precision reduce-window
+    remainder reshape reverse rng rng-bit-generator rng-get-and-update-state round-nearest-afz round-nearest-even rsqrt
+    scatter select select-and-scatter shift-left shift-right-arithmetic shift-right-logical sign sine slice sqrt stochastic-
+    convert subtract tan tanh transpose triangular-solve xor sort bitcast-convert
+    """.split()
 )
 _COPIES = frozenset({"copy", "slice", "dynamic-slice", "dynamic-update-slice"})
 _PRODUCTS = frozenset({"dot", "convolution"})
@@ -36,6 +39,7 @@ def classify(module: Module) -> Program:
             "such as verdict.hlo, not the text before optimisation"
         )
     done: dict[str, tuple[Work, ...]] = {}
+    trips = TripCounts(module)
     waiting = [module.entry]
     while waiting:
         name = waiting.pop()
@@ -44,7 +48,7 @@ def classify(module: Module) -> Program:
         if name not in module.computations:
             raise HloSyntaxError(f"the schedule calls the computation {name!r}, which the module does not hold")
         inside = module.computations[name]
-        done[name] = tuple(_work(i, inside, module) for i in inside.instructions)
+        done[name] = tuple(_loop(i, inside, trips) if i.opcode == "while" else _work(i, inside, module) for i in inside.instructions)
         waiting += [c for work in done[name] for c in work.callees]
     _refuse_cycles(done, module.entry)
     return Program(entry=module.entry, devices=module.devices, computations=done)
@@ -74,9 +78,6 @@ def _work(instruction: Instruction, inside: Computation, module: Module) -> Work
         return _named(instruction, "done", awaits=_started(instruction, inside))
     if opcode.endswith("-update") and opcode != "dynamic-update-slice":
         return _named(instruction, "free")
-    if opcode == "while":
-        body, condition = instruction.attributes["body"].strip("%"), instruction.attributes["condition"].strip("%")
-        return _named(instruction, "loop", callees=(body, condition), trip_count=instruction.trip_count)
     if opcode == "conditional":
         return _named(instruction, "conditional", callees=instruction.callees)
     if opcode == "call":
@@ -86,8 +87,15 @@ def _work(instruction: Instruction, inside: Computation, module: Module) -> Work
     return _plain(instruction, inside, module)
 
 
+def _loop(instruction: Instruction, inside: Computation, trips: TripCounts) -> Work:
+    body, condition = (instruction.attributes[part].strip("%") for part in ("body", "condition"))
+    return _named(instruction, "loop", callees=(body, condition), trip_count=trips.of(instruction, inside))
+
+
 def _named(instruction: Instruction, kind: str, **more) -> Work:
-    return Work(name=instruction.name, kind=kind, opcode=instruction.opcode, op_name=instruction.op_name, operands=instruction.operands, **more)
+    return Work(
+        name=instruction.name, kind=kind, opcode=instruction.opcode, op_name=instruction.op_name, operands=instruction.operands, **more
+    )
 
 
 def _started(done: Instruction, inside: Computation) -> str:
@@ -105,7 +113,9 @@ def _start(instruction: Instruction, inside: Computation, module: Module) -> Wor
     base = instruction.opcode.removesuffix("-start")
     synchronous = '"is_sync":true' in instruction.attributes.get("backend_config", "").replace(" ", "")
     if base in COLLECTIVES:
-        return _named(instruction, "collective", collective=collective_of(base, instruction, inside, module.devices), asynchronous=not synchronous)
+        return _named(
+            instruction, "collective", collective=collective_of(base, instruction, inside, module.devices), asynchronous=not synchronous
+        )
     if base == "async":
         inner = module.computations[instruction.callees[0]]
         found = [w for w in (_work(i, inner, module) for i in inner.instructions) if w.kind != "free"]
@@ -125,7 +135,9 @@ def _start_traffic(base: str, instruction: Instruction, inside: Computation, mod
     result = _async_result(base, instruction.shape)
     if base == "fusion":
         return fusion_traffic(instruction, inside, module.computations[instruction.callees[0]], result)
-    as_plain = Instruction(name=instruction.name, opcode=base, shape=result, operands=instruction.operands, attributes=instruction.attributes)
+    as_plain = Instruction(
+        name=instruction.name, opcode=base, shape=result, operands=instruction.operands, attributes=instruction.attributes
+    )
     return plain_traffic(as_plain, inside)
 
 
@@ -160,7 +172,9 @@ def _plain(instruction: Instruction, inside: Computation, module: Module) -> Wor
     return _unknown(instruction, inside, f"opcode {opcode!r}")
 
 
-def _unknown(instruction: Instruction, inside: Computation, why: str, *, asynchronous: bool = False, product: Product | None = None) -> Work:
+def _unknown(
+    instruction: Instruction, inside: Computation, why: str, *, asynchronous: bool = False, product: Product | None = None
+) -> Work:
     touched = [inside.by_name[o].shape for o in instruction.operands if o in inside.by_name]
     result = instruction.shape.elements[1] if asynchronous and isinstance(instruction.shape, Tuple) else instruction.shape
     traffic = sum((shape_traffic(s, read=True) for s in touched), shape_traffic(result, read=False))

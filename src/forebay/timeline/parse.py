@@ -1,9 +1,10 @@
 """Scheduled HLO text to typed instructions.
 
-One pass over the lines, no recursion: a computation opens with a header line, each line in it is one instruction
-``[ROOT] %name = SHAPE opcode(operands), key=value, ...``, a ``}`` closes it. In a scheduled module (``is_scheduled=true``) the order of
-the lines of a computation is the order in which the device issues them. Attributes are split at commas outside brackets and quotes and kept
-as text; what a stage needs it reads through the typed properties. Anything that does not fit this grammar is an ``HloSyntaxError`` with its line.
+One pass over the lines, no recursion: a computation opens with a header line, each line in it is one instruction ``[ROOT] %name =
+SHAPE opcode(operands), key=value, ...``, a ``}`` closes it. In a scheduled module (``is_scheduled=true``) the order of the lines of
+a computation is the order in which the device issues them. Attributes are split at commas outside brackets and quotes and kept as
+text; what a stage needs it reads through the typed properties. Anything that does not fit this grammar is an ``HloSyntaxError``
+with its line.
 
 Cost: linear in the text (about 10 MB a second in CPython). Limits: 512 MiB of text, 4 million instructions.
 """
@@ -27,6 +28,7 @@ _CALLEES = ("calls", "body", "condition", "to_apply", "called_computations", "br
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _REFERENCE = re.compile(r"%?([\w.\-$]+)")
 _COMMENT = re.compile(r"/\*.*?\*/")
+_ALIAS = re.compile(r"\{(\d*)\}: \((\d+),")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)"?\s*\}')
 
 
@@ -94,13 +96,15 @@ class Computation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """A parsed module. ``devices`` is num_partitions times replica_count as the header states them."""
+    """A parsed module. ``devices`` is num_partitions times replica_count as the header states them; ``aliases`` maps the index of
+    an output to the argument whose buffer it reuses (donation)."""
 
     name: str
     scheduled: bool
     devices: int
     entry: str
     computations: dict[str, Computation]
+    aliases: dict[int, int] = field(default_factory=dict)
 
 
 def parse_hlo(text: str) -> Module:
@@ -121,6 +125,7 @@ def parse_hlo(text: str) -> Module:
         devices=int(header.get("num_partitions", 1)) * int(header.get("replica_count", 1)),
         entry=entry,
         computations=computations,
+        aliases={int(output or 0): int(argument) for output, argument in _ALIAS.findall(header.get("input_output_alias", ""))},
     )
 
 

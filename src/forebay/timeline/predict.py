@@ -1,8 +1,8 @@
 """``predict``: a compiled program and a machine in, a Forecast out.
 
-The schedule is parsed and classified once and replayed three times: with the constants as they are, and with every constant at the fast and at the slow end of
-its band. Those two ends are the low and high; they treat all errors as pulling the same way, so they are wider than one standard error.
-"""
+The schedule is parsed and classified once and replayed three times: with the constants as they are, and with every constant at the
+fast and at the slow end of its band. Those two ends are the low and high; they treat all errors as pulling the same way, so they
+are wider than one standard error."""
 
 import time
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from forebay.errors import InputError
 from forebay.hardware import Hardware
-from forebay.records.forecast import CopyTime, Forecast
+from forebay.records.forecast import CopyTime, Forecast, LoopTime
 from forebay.records.verdict import Verdict
 from forebay.timeline.constants import Constants, constants_of
 from forebay.timeline.costs import Costs
@@ -18,7 +18,7 @@ from forebay.timeline.kinds import classify
 from forebay.timeline.origins import Origin, Origins
 from forebay.timeline.parse import Module, parse_hlo
 from forebay.timeline.rates import Rates
-from forebay.timeline.replay import Event, Replay
+from forebay.timeline.replay import Event, LoopTotals, Replay
 from forebay.timeline.work import Program
 
 BASELINE_SHARE = 0.70
@@ -65,9 +65,10 @@ def predict(
 ) -> Forecast:
     """Forecast one step of a compiled program on ``hardware``.
 
-    ``tokens`` is the global number of tokens of a step and ``flops_per_token`` the model's own arithmetic for one (no recomputation; causal attention
-    as the half that is done): with them the forecast states tokens_per_second and MFU. ``trip_counts`` gives counts of loops, by the name of the
-    while, that the compiler does not know. Raises InputError for text without a schedule and for machine figures that are not known.
+    ``tokens`` is the global number of tokens of a step and ``flops_per_token`` the model's own arithmetic for one (no
+    recomputation; causal attention as the half that is done): with them the forecast states tokens_per_second and MFU.
+    ``trip_counts`` gives counts of loops, by the name of the while, that the compiler does not know. Raises InputError for text
+    without a schedule and for machine figures that are not known.
 
     Source: the replay of FACTS section 7; constants in ``constants.toml``.
     """
@@ -129,8 +130,7 @@ def _forecast(replay: Replay, schedule: Schedule, hardware: Hardware, tokens: fl
         unknown_share=min(1.0, sum(unknown.values()) / step),
         unknowns=tuple((what, int(counts[what]), unknown.get(what, 0.0)) for what in sorted(counts)),
         launches=int(replay.sums.get(("launches",), 0)),
-        link_use=_link_use(replay, step),
-        bound=dict(replay.rates.binding) if schedule.uses_host else {},
+        loops=tuple(_loop_time(loop, replay) for loop in replay.loops),
         tokens_per_second=tokens / step if tokens else None,
         mfu=_mfu(hardware, step, tokens, flops_per_token),
         notes=tuple(sorted(notes)),
@@ -140,44 +140,63 @@ def _forecast(replay: Replay, schedule: Schedule, hardware: Hardware, tokens: fl
 def _copies(replay: Replay, schedule: Schedule) -> tuple[CopyTime, ...]:
     """Copies grouped by host buffer and direction, the most exposed first."""
     groups: dict[tuple[str, str], list[float]] = {}
-    direction = {w.name: "to_host" if w.traffic.host_written else "to_device" for works in schedule.program.computations.values() for w in works}
+    works = {w.name: w for works in schedule.program.computations.values() for w in works if w.kind == "host_copy"}
     for name, origin in schedule.origins.items():
-        take = lambda what: replay.sums.get(("host_copy", name, what), 0.0)  # noqa: B023, E731
-        if not take("count"):
-            continue
-        row = groups.setdefault((origin.label, direction[name]), [0.0, 0.0, 0.0, 0.0, 0.0])
-        row[0] = max(row[0], origin.held_bytes)
-        for at, what in enumerate(("bytes", "count", "busy", "exposed"), start=1):
-            row[at] += take(what)
+        totals = [replay.sums.get(("host_copy", name, what), 0.0) for what in ("bytes", "count", "busy", "exposed")]
+        if totals[1]:
+            direction = "to_host" if works[name].traffic.host_written else "to_device"
+            row = groups.setdefault((origin.label, direction), [0.0] * 5)
+            row[0] = max(row[0], origin.held_bytes)
+            row[1:] = [a + b for a, b in zip(row[1:], totals, strict=True)]
     rows = [
         CopyTime(
-            buffer=label, direction=way, held_bytes=int(held), moved_bytes=moved, count=int(count), busy_seconds=busy, exposed_seconds=exposed
+            buffer=label,
+            direction=direction,
+            held_bytes=int(held),
+            moved_bytes=moved,
+            count=int(count),
+            busy_seconds=busy,
+            exposed_seconds=exposed,
         )
-        for (label, way), (held, moved, count, busy, exposed) in groups.items()
-    ]  # fmt: skip
+        for (label, direction), (held, moved, count, busy, exposed) in groups.items()
+    ]
     return tuple(sorted(rows, key=lambda c: (-c.exposed_seconds, c.buffer, c.direction)))
 
 
 def _baseline(replay: Replay) -> float:
     """Executed flops over one constant x the peak of their type: what a person would compute on the back of an envelope."""
     total = 0.0
-    for (kind, dtype), flops in _flops_by_dtype(replay).items():
-        total += flops / (BASELINE_SHARE * replay.costs.peak(dtype)[1])
+    for key, flops in replay.sums.items():
+        if key[0] == "flops" and len(key) == 3:  # (flops, kind, dtype)
+            total += flops / (BASELINE_SHARE * replay.costs.peak(key[2])[1])
     return total
 
 
-def _flops_by_dtype(replay: Replay) -> dict[tuple[str, str], float]:
-    return {(k[1], k[2]): v for k, v in replay.sums.items() if k[0] == "flops" and len(k) == 3}
-
-
-def _link_use(replay: Replay, step: float) -> dict[str, float]:
-    """How full the host link is over the whole step, by direction: bytes over (rate x step)."""
-    found = {}
+def _loop_time(loop: LoopTotals, replay: Replay) -> LoopTime:
+    path = {k[1]: v for k, v in loop.sums.items() if k[0] == "path" and v > 0}
+    link_use = {}
     for lane in ("to_device", "to_host"):
-        moved = replay.sums.get(("bytes", lane), 0.0)
+        moved = loop.sums.get(("bytes", lane), 0.0)
         if moved:
-            found[lane] = moved / (replay.costs.link_rate(lane) * step)
-    return found
+            link_use[lane] = moved / (replay.costs.link_rate(lane) * loop.seconds)
+    return LoopTime(
+        name=loop.name, iterations=loop.iterations, seconds=loop.seconds, path=path, link_use=link_use, bound=_bound(loop, path, replay)
+    )  # fmt: skip
+
+
+def _bound(loop: LoopTotals, path: dict[str, float], replay: Replay) -> str:
+    """What sets a loop's pace: what the compute lane spends most of its time on, and for copies the resource that they fill."""
+    copies = sum(path.get(f"wait for {lane}", 0.0) for lane in ("to_device", "to_host"))
+    collectives = path.get("wait for collective", 0.0)
+    if max(copies, collectives) < loop.seconds / 2:
+        return "compute"
+    if collectives > copies:
+        return "collectives"
+    both = loop.sums.get(("both ways",), 0.0)
+    lanes = [lane for lane in ("to_device", "to_host") if loop.sums.get(("lane", lane), 0.0) > 0]
+    if len(lanes) == 2 and both < 0.5 * min(loop.sums[("lane", lane)] for lane in lanes):
+        return "link, one way at a time"
+    return replay.rates.binding["both" if len(lanes) == 2 else lanes[0]]
 
 
 def _mfu(hardware: Hardware, step: float, tokens: float | None, flops_per_token: float | None) -> float | None:

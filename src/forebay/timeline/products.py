@@ -1,9 +1,9 @@
 """Floating point operations of matrix products, convolutions and attention, read from the instruction that does them.
 
-A product of an ``m x k`` by a ``k x n`` matrix is ``2 m n k`` operations. ``__cublas$lt$matmul`` keeps K in its ``gemm_backend_config``; its s8 result is
-a workspace and not an output. cuDNN attention keeps the score shape ``[batch, heads, queries, keys]`` as strings; a causal mask halves the work
-(``(1 + 1/keys) / 2`` exactly), a sliding window limits it. Backward attention does five products where forward does two.
-"""
+A product of an ``m x k`` by a ``k x n`` matrix is ``2 m n k`` operations. ``__cublas$lt$matmul`` keeps K in its
+``gemm_backend_config``; its s8 result is a workspace and not an output. cuDNN attention keeps the score shape ``[batch, heads,
+queries, keys]`` as strings; a causal mask halves the work (``(1 + 1/keys) / 2`` exactly), a sliding window limits it. Backward
+attention does five products where forward does two."""
 
 import math
 import re

@@ -1,8 +1,8 @@
 """What happens when several lanes run at once: shares of the host link, of host DRAM, and the slow-down of compute.
 
-A transfer's size is kept in seconds-alone; ``transfer_rate`` says how many of those pass per second of real time. The two directions of the host link
-share ``both_rate``; every device of a host shares its DRAM. Compute slows beside collectives (they take SMs and HBM) and beside copies.
-"""
+A transfer's size is kept in seconds-alone; ``transfer_rate`` says how many of those pass per second of real time. The two
+directions of the host link share ``both_rate``; every device of a host shares its DRAM. Compute slows beside collectives (they take
+SMs and HBM) and beside copies."""
 
 from collections.abc import Container
 

@@ -1,19 +1,18 @@
 """The schedule replayed on lanes.
 
-The compute lane runs instructions one after the other, in the order of the schedule. An asynchronous start puts a transfer at the end of its lane's queue and
-costs nothing; its done blocks the compute lane until the transfer is over. Between two events every lane moves at a constant rate (``rates``), so the
-replay goes from event to event:
+The compute lane runs instructions one after the other, in the order of the schedule. An asynchronous start puts a transfer at the
+end of its lane's queue and costs nothing; its done blocks the compute lane until the transfer is over. Between two events every
+lane moves at a constant rate (``rates``), so the replay goes from event to event:
 
     start:    queue[lane] += transfer
     compute:  until its seconds have passed: step to the next event at the current rates
     done:     while the transfer is not over: step to the next event; the time so spent is *exposed*, charged to that transfer
-    loop:     replay the body until an iteration takes as long as the last one and no outer transfer is in flight (the steady state);
-              multiply the steady iteration; replay the last one
+    loop:     replay the body until an iteration takes as long as the last one (the steady state); multiply it for as long as
+              no outer transfer ends; replay the last one
 
 A synchronous collective or copy is a start with its done at once. Conditionals take their longest branch (stated in the notes).
-Cost: linear in the instructions replayed; nested calls use a stack of depth at most MAX_DEPTH.
-Known limits: lanes are first in, first out, which is not how the hardware's queues share but has the same total; one device stands for all.
-"""
+Cost: linear in the instructions replayed; nested calls use a stack of depth at most MAX_DEPTH. Known limits: lanes are first in,
+first out, which is not how the hardware's queues share but has the same total; one device stands for all."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -49,6 +48,18 @@ class Event:
     begin_seconds: float
     end_seconds: float
     detail: str = ""
+    share: float = 1.0
+    """How much of the bar the lane is busy: less than 1 only where a bar stands for the skipped iterations of a loop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopTotals:
+    """One loop of the entry computation: what all of its iterations added to ``sums``."""
+
+    name: str
+    iterations: int
+    seconds: float
+    sums: dict[tuple, float]
 
 
 @dataclass(slots=True)
@@ -64,6 +75,7 @@ class Replay:
     sums: dict[tuple, float] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     notes: set[str] = field(default_factory=set)
+    loops: list[LoopTotals] = field(default_factory=list)
     queues: dict[str, deque] = field(default_factory=dict)
     prices: dict[str, Cost] = field(default_factory=dict)
 
@@ -88,7 +100,7 @@ class Replay:
             if work.kind == "done":
                 self._finish(work, started)
             elif work.kind == "loop":
-                self._loop(work, depth)
+                self._whole_loop(work, depth)
             elif work.kind == "call":
                 for callee in work.callees:
                     self._computation(callee, depth + 1)
@@ -144,7 +156,7 @@ class Replay:
             if left <= cost.seconds * 1e-12:
                 left = 0.0
         self._add(("path", work.kind), cost.seconds)
-        self._add(("path", "contention"), self.now - begin - cost.seconds)
+        self._add(("path", "contention"), max(0.0, self.now - begin - cost.seconds))
         self._add(("lane", "compute"), self.now - begin)
         self._event("compute", work, begin)
         self._elapse(gap)
@@ -179,6 +191,8 @@ class Replay:
     def _pass(self, span: float, busy: list[str]) -> None:
         """Let ``span`` seconds pass: the head of every busy lane moves on, and leaves its queue when it is over."""
         start, self.now = self.now, self.now + span
+        if "to_device" in busy and "to_host" in busy:
+            self._add(("both ways",), span)
         for lane in busy:
             head = self.queues[lane][0]
             head.begun = start if head.begun is None else head.begun
@@ -197,32 +211,62 @@ class Replay:
                 Event(lane=lane, name=work.name, kind=work.kind, begin_seconds=begin, end_seconds=self.now, detail=work.op_name)
             )  # fmt: skip
 
-    def _loop(self, work: Work, depth: int) -> None:
+    def _whole_loop(self, work: Work, depth: int) -> None:
+        before, begin = dict(self.sums), self.now
+        count = self._loop(work, depth)
+        if depth == 0:
+            added = {
+                key: total - before.get(key, 0.0) for key, total in self.sums.items() if key[0] in ("path", "lane", "bytes", "both ways")
+            }
+            self.loops.append(LoopTotals(name=work.name, iterations=count, seconds=self.now - begin, sums=added))
+
+    def _loop(self, work: Work, depth: int) -> int:
         count = self.trips.get(work.name, work.trip_count)
         if count is None:
             self._add(("unknown count", f"trip count of {work.name}: one iteration assumed"), 1)
             self._add(("unknown", f"trip count of {work.name}: one iteration assumed"), 0.0)
             count = 1
-        body, last = work.callees[0], None
-        for done in range(1, count + 1):
-            before, begin = dict(self.sums), self.now
+        body, last, done = work.callees[0], None, 0
+        while done < count:
+            before, begin, heads = dict(self.sums), self.now, self._heads()
             self._computation(body, depth + 1)
-            duration = self.now - begin
-            steady = last is not None and abs(duration - last) <= _SAME * duration and not any(self.queues.values())
-            if (steady or done >= STEADY_AFTER) and count - done > 1:
-                self._multiply(before, duration, count - done - 1, work)
-                self._computation(body, depth + 1)
-                return
+            done, duration = done + 1, self.now - begin
+            steady = last is not None and abs(duration - last) <= _SAME * duration
+            skipped = min(count - done - 1, self._skippable(heads)) if steady or done >= STEADY_AFTER else 0
+            if skipped > 0:
+                self._multiply(before, duration, skipped, work)
+                self._advance(heads, skipped)
+                done += skipped
             last = duration
+        return count
 
-    def _multiply(self, before: dict[tuple, float], duration: float, times: int, work: Work) -> None:
+    def _heads(self) -> dict[str, tuple[Transfer, float]]:
+        """What is in flight on each lane, and how much of it is left: between iterations, transfers of outer computations."""
+        return {lane: (queue[0], queue[0].left) for lane, queue in self.queues.items() if queue}
+
+    def _skippable(self, heads: dict[str, tuple[Transfer, float]]) -> float:
+        """How many more iterations like the last pass before an outer transfer ends; none when one has just begun or ended."""
+        now = self._heads()
+        if {lane: id(head) for lane, (head, _) in now.items()} != {lane: id(head) for lane, (head, _) in heads.items()}:
+            return 0
+        moved = [(left, heads[lane][1] - left) for lane, (_, left) in now.items()]
+        return min((left // step for left, step in moved if step > 0), default=float("inf"))
+
+    def _advance(self, heads: dict[str, tuple[Transfer, float]], times: float) -> None:
+        for head, left in heads.values():
+            head.left = max(0.0, head.left - (left - head.left) * times)
+
+    def _multiply(self, before: dict[tuple, float], duration: float, times: float, work: Work) -> None:
         for key, total in list(self.sums.items()):
             self.sums[key] = total + (total - before.get(key, 0.0)) * times
         begin, self.now = self.now, self.now + duration * times
-        if self.tracing:
-            self.events.append(
-                Event(lane="compute", name=f"{work.name}: {times} more like the last", kind="loop", begin_seconds=begin, end_seconds=self.now)
-            )  # fmt: skip
+        for lane in ("compute", *self.queues) if self.tracing else ():
+            share = (self.sums.get(("lane", lane), 0.0) - before.get(("lane", lane), 0.0)) / (duration * (times + 1))
+            if share > 0:
+                title = f"{work.name}: {times:.0f} more iterations like the last"
+                self.events.append(
+                    Event(lane=lane, name=title, kind="loop", begin_seconds=begin, end_seconds=self.now, share=min(1.0, share))
+                )  # fmt: skip
 
     def _conditional(self, work: Work, depth: int) -> None:
         """The longest branch, told by its work alone; the others are not replayed."""

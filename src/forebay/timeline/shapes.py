@@ -1,7 +1,7 @@
 """Shapes as HLO text prints them: element type, dimensions, layout, memory space; tuples of such.
 
-``f32[8,128]{1,0:T(8,128)S(5)}`` is an array of 4096 bytes in memory space 5 (host memory). Sizes are logical: padding by tiles is not counted.
-"""
+``f32[8,128]{1,0:T(8,128)S(5)}`` is an array of 4096 bytes in memory space 5 (host memory). Sizes are logical: padding by tiles is
+not counted."""
 
 import functools
 import math
@@ -63,7 +63,7 @@ class Tuple:
 Shape = Array | Tuple
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def element_bits(dtype: str) -> int:
     """Bits of one element of an HLO type name such as ``bf16``, ``f8e4m3fn``, ``s4``; an unknown name is an error."""
     if dtype in _BITS:

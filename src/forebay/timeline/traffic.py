@@ -1,17 +1,19 @@
 """Bytes that an instruction moves, by memory space.
 
-A fusion computes its result and reads only what the result needs, so demand is walked from the root back to the parameters, once, in reverse order:
-a (dynamic) slice demands the slice and not the stack, an in-place dynamic-update-slice writes the update and does not touch the rest, a broadcast
-demands its small operand, a reduction its large one. Demand is a count of elements and never exceeds the array. Counted once per operand however
-often the kernel rereads it: caches are not modelled (a limit; large transposes and gathers are then a little optimistic).
-"""
+A fusion computes its result and reads only what the result needs, so demand is walked from the root back to the parameters, once,
+in reverse order: a (dynamic) slice demands the slice and not the stack, an in-place dynamic-update-slice writes the update and does
+not touch the rest, a broadcast demands its small operand, a reduction its large one. Demand is a count of elements and never
+exceeds the array. Counted once per operand however often the kernel rereads it: caches are not modelled (a limit; large transposes
+and gathers are then a little optimistic)."""
 
 from forebay.timeline.parse import Computation, Instruction
 from forebay.timeline.shapes import VECTOR_SPACE, Array, Shape, arrays, element_bits
 from forebay.timeline.work import Traffic
 
 _SLICES = frozenset({"slice", "dynamic-slice"})
-_WHOLE = frozenset({"dot", "convolution", "custom-call", "sort", "fft", "call", "while", "conditional", "fusion", "reduce-window", "scan", "ragged-dot"})
+_WHOLE = frozenset(
+    {"dot", "convolution", "custom-call", "sort", "fft", "call", "while", "conditional", "fusion", "reduce-window", "scan", "ragged-dot"}
+)
 _ALIASES = frozenset({"bitcast", "copy", "convert", "reshape", "transpose"})
 
 
@@ -82,7 +84,7 @@ def _update_behind(root: Instruction, fused: Computation) -> Instruction | None:
 
 def _written(fused: Computation, results: tuple[Array, ...], in_place: dict[str, Instruction]) -> Traffic:
     total = Traffic()
-    for root, array in zip(_roots(fused), results):
+    for root, array in zip(_roots(fused), results, strict=False):
         if root.name in in_place:
             update = arrays(fused.by_name[in_place[root.name].operands[-1 if in_place[root.name].opcode == "scatter" else 1]].shape)[0]
             total += array_traffic(array, written=update.elements * element_bits(array.dtype) / 8)
@@ -117,7 +119,7 @@ def _operand_demands(instruction: Instruction, wanted: float, fused: Computation
         rest = 0.0 if in_place else max(0.0, wanted - sizes[1])
         return [(operands[0], rest), (operands[1], sizes[1])]
     if opcode == "scatter":
-        return [(operands[0], sizes[-1] if in_place else wanted), *zip(operands[1:], sizes[1:])]
+        return [(operands[0], sizes[-1] if in_place else wanted), *zip(operands[1:], sizes[1:], strict=True)]
     if opcode in _SLICES:
         return [(operands[0], wanted)]
     if opcode == "gather":
@@ -127,8 +129,8 @@ def _operand_demands(instruction: Instruction, wanted: float, fused: Computation
         half = max(1, len(operands) // 2)
         return [(o, wanted * scale / half) for o in operands[:half]]
     if opcode in _WHOLE:
-        return list(zip(operands, map(float, sizes)))
-    return [(o, min(wanted, size)) for o, size in zip(operands, sizes)]
+        return list(zip(operands, map(float, sizes), strict=True))
+    return [(o, min(wanted, size)) for o, size in zip(operands, sizes, strict=True)]
 
 
 __all__ = ["VECTOR_SPACE", "array_traffic", "fusion_traffic", "plain_traffic", "shape_traffic"]

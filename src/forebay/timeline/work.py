@@ -36,7 +36,8 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """Matrix products of one instruction: ``flops`` in all, and the extents of the largest one (``m n k`` of one of ``batch`` products)."""
+    """Matrix products of one instruction: ``flops`` in all, and the extents of the largest one (``m n k`` of one of ``batch``
+    products)."""
 
     flops: float
     dtype: str
@@ -60,9 +61,8 @@ class Collective:
 class Work:
     """One instruction as the machine sees it.
 
-    ``kind`` is one of COMPUTE_KINDS, ``host_copy``, ``device_copy``, ``collective``, ``loop``, ``conditional``, ``call``, ``done`` or ``free``.
-    ``asynchronous`` work is started here and awaited by the ``done`` whose ``awaits`` names it.
-    """
+    ``kind`` is one of COMPUTE_KINDS, ``host_copy``, ``device_copy``, ``collective``, ``loop``, ``conditional``, ``call``, ``done``
+    or ``free``. ``asynchronous`` work is started here and awaited by the ``done`` whose ``awaits`` names it."""
 
     name: str
     kind: str

@@ -1,0 +1,121 @@
+import collections
+
+import pytest
+
+from forebay.timeline.kinds import classify
+from forebay.timeline.parse import HloSyntaxError, parse_hlo
+
+pytestmark = pytest.mark.oldest
+
+
+def works(text):
+    program = classify(parse_hlo(text))
+    return [w for name in program.computations for w in program.computations[name]]
+
+
+def kinds(text):
+    return collections.Counter((w.kind, w.asynchronous) for w in works(text) if w.kind != "free")
+
+
+def test_streamed_state_is_host_copies_both_ways(compiled, version):
+    found = [w for w in works(compiled("stream", "gpu", version)) if w.kind == "host_copy"]
+    assert all(w.asynchronous for w in found)
+    layer = 1024 * 1024 // 8 * 4
+    assert sorted((w.traffic.host_read, w.traffic.host_written) for w in found) == [(0, layer), (layer, 0)]
+    assert [w.trip_count for w in works(compiled("stream", "gpu", version)) if w.kind == "loop"] == [4]
+
+
+def test_attention_forward_and_backward(compiled, version):
+    found = kinds(compiled("attention", "gpu", version))
+    assert found["attention_forward", False] == 1
+    assert found["attention_backward", False] == 1
+
+
+def test_unknown_calls_are_counted_with_their_bytes(compiled, version):
+    unknown = [w for w in works(compiled("control", "gpu", version)) if w.kind == "unknown"]
+    assert [w.why_unknown for w in unknown] == ["custom call 'cusolver_potrf_ffi'"]
+    assert unknown[0].traffic.hbm_bytes >= 2 * 256 * 256 * 4
+
+
+def test_triton_fusions_are_matmuls(compiled, version):
+    assert kinds(compiled("fsdp", "gpu", version))["matmul", False] == 7
+
+
+def test_tpu_copies_into_vector_memory_move_hbm_once(module):
+    text = module(
+        "%a = f32[8,128]{1,0} parameter(0)\n%s = (f32[8,128]{1,0:S(1)}, f32[8,128]{1,0}, u32[]{:S(2)}) copy-start(%a)\n"
+        "ROOT %d = f32[8,128]{1,0:S(1)} copy-done(%s)"
+    )
+    start = next(w for w in works(text) if w.opcode == "copy-start")
+    assert (start.kind, start.traffic.hbm_read, start.traffic.hbm_written) == ("device_copy", 4096, 0)
+
+
+@pytest.mark.parametrize("wrapped", ["kCustom", "kLoop"])
+def test_host_slices_of_both_compilers(module, wrapped):
+    callee = """
+        %wrapped (p0: f32[8,64], p1: s32[]) -> f32[1,64] {
+          %p0 = f32[8,64]{1,0:S(5)} parameter(0)
+          %p1 = s32[] parameter(1)
+          ROOT %s = f32[1,64]{1,0} dynamic-slice(%p0, %p1, %p1), dynamic_slice_sizes={1,64}
+        }"""
+    text = module(
+        "%a = f32[8,64]{1,0:S(5)} parameter(0)\n%i = s32[] parameter(1)\n"
+        f"%s = ((f32[8,64]{{1,0:S(5)}}, s32[]), f32[1,64]{{1,0}}, u32[]) fusion-start(%a, %i), kind={wrapped}, calls=%wrapped\n"
+        "ROOT %d = f32[1,64]{1,0} fusion-done(%s)",
+        callee,
+    )
+    start = next(w for w in works(text) if w.opcode == "fusion-start")
+    assert (start.kind, start.asynchronous, start.traffic.host_read) == ("host_copy", True, 256)
+
+
+def test_is_sync_starts_do_not_overlap(module):
+    line = (
+        "%s = (f32[8]{0}, f32[64]{0}) all-gather-start(%a), replica_groups={}, dimensions={0}, "
+        'backend_config={"collective_backend_config": {"is_sync": SYNC}}'
+    )
+    for sync in ("true", "false"):
+        text = module("%a = f32[8]{0} parameter(0)\n" + line.replace("SYNC", sync) + "\nROOT %d = f32[64]{0} all-gather-done(%s)")
+        start = next(w for w in works(text) if w.kind == "collective")
+        assert start.asynchronous == (sync == "false")
+        assert start.collective.full_bytes == 8 * 4 * 8
+
+
+def test_an_async_start_takes_the_kind_of_what_it_wraps(module):
+    callee = """
+        %inner (p0: f32[64]) -> f32[8] {
+          %p0 = f32[64]{0} parameter(0)
+          ROOT %r = f32[8]{0} reduce-scatter(%p0), replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%inner
+        }"""
+    text = module(
+        "%a = f32[64]{0} parameter(0)\n%s = ((f32[64]{0}), f32[8]{0}, s32[]) async-start(%a), calls=%inner\n"
+        "%u = ((f32[64]{0}), f32[8]{0}, s32[]) async-update(%s)\nROOT %d = f32[8]{0} async-done(%u)",
+        callee,
+    )
+    found = works(text)
+    start = next(w for w in found if w.kind == "collective")
+    assert (start.asynchronous, start.collective.operation, start.collective.full_bytes) == (True, "reduce-scatter", 256)
+    assert next(w.awaits for w in found if w.kind == "done") == "s"
+
+
+def test_a_stated_cost_is_taken(module):
+    config = '{"custom_call_config":{"cost_estimate":{"flops":"5000"}}}'
+    line = f'ROOT %k = f32[8]{{0}} custom-call(%a), custom_call_target="tpu_custom_call", backend_config={config}'
+    found = works(module("%a = f32[8]{0} parameter(0)\n" + line))[-1]
+    assert (found.kind, found.flops) == ("kernel", 5000)
+
+
+def test_an_unknown_opcode_is_a_counted_unknown(module):
+    found = works(module("%a = f32[8]{0} parameter(0)\nROOT %k = f32[8]{0} frobnicate(%a)"))[-1]
+    assert (found.kind, found.why_unknown, found.traffic.hbm_bytes) == ("unknown", "opcode 'frobnicate'", 64)
+
+
+def test_texts_without_a_schedule_or_with_a_cycle_are_refused(module):
+    text = module("ROOT %a = f32[8]{0} parameter(0)")
+    with pytest.raises(HloSyntaxError, match="no schedule"):
+        classify(parse_hlo(text.replace("is_scheduled=true, ", "")))
+    cycle = module(
+        "%a = f32[] parameter(0)\nROOT %c = f32[] call(%a), to_apply=%f",
+        "%f (p: f32[]) -> f32[] {\n  %p = f32[] parameter(0)\n  ROOT %c = f32[] call(%p), to_apply=%f\n}",
+    )
+    with pytest.raises(HloSyntaxError, match="calls itself"):
+        classify(parse_hlo(cycle))

@@ -1,0 +1,126 @@
+import json
+
+import pytest
+
+from forebay.errors import InputError
+from forebay.hardware import Hardware
+from forebay.records.forecast import Forecast
+from forebay.timeline.perfetto import to_perfetto, write_perfetto
+from forebay.timeline.predict import predict, read_schedule, trace
+
+pytestmark = pytest.mark.oldest
+
+MACHINES = {"gpu": Hardware.named("h100-sxm:8"), "tpu": Hardware.named("tpu-v5p:2x2x1")}
+LAYERS, MODEL, HIDDEN, TOKENS = 4, 512, 1024, 256
+WEIGHT_BYTES = 2 * MODEL * HIDDEN * 2 * LAYERS
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_flops_of_a_rematerialised_step_are_the_hand_count(compiled, version, platform):
+    forecast = predict(compiled("fsdp", platform, version), MACHINES[platform])
+    products = 2 + 1 + 4  # forward; the first again for the backward pass; two gradients of each
+    assert forecast.flops == {"matmul": products * 2 * TOKENS * MODEL * HIDDEN * LAYERS}
+
+
+def test_fsdp_gathers_twice_and_scatters_once_the_weights(compiled, version):
+    schedule = read_schedule(compiled("fsdp", "gpu", version))
+    full = {"all-gather": 0.0, "reduce-scatter": 0.0}
+    for name, works in schedule.program.computations.items():
+        times = 1 if name == schedule.program.entry else LAYERS
+        for work in works:
+            if work.collective and work.collective.operation in full:
+                full[work.collective.operation] += times * work.collective.full_bytes
+    assert full == {"all-gather": 2 * WEIGHT_BYTES, "reduce-scatter": WEIGHT_BYTES}
+    moved = predict(schedule, MACHINES["gpu"]).bytes["collective"]
+    assert moved == pytest.approx(3 * WEIGHT_BYTES * 7 / 8, rel=1e-3)  # and the small gradient norm
+
+
+def test_offloaded_inputs_cross_the_link_once_each_way(compiled, version):
+    forecast = predict(compiled("offload", "gpu", version), MACHINES["gpu"])
+    carry = TOKENS * MODEL * 2
+    assert forecast.bytes["to_host"] == forecast.bytes["to_device"] == LAYERS * carry
+    assert {c.buffer for c in forecast.copies} == {next(iter(forecast.copies)).buffer}, "one buffer, two directions"
+    assert all(c.held_bytes == LAYERS * carry and c.count == LAYERS for c in forecast.copies)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_streamed_state_is_charged_to_the_argument_by_name(compiled, version, platform):
+    forecast = predict(compiled("stream", platform, version), MACHINES[platform])
+    devices = MACHINES[platform].devices
+    assert {(c.buffer, c.direction) for c in forecast.copies} == {("mu", "to_device"), ("mu", "to_host")}
+    assert all(c.moved_bytes == LAYERS * 1024 * 1024 * 4 / devices for c in forecast.copies)
+    assert forecast.exposed_copy_seconds == pytest.approx(sum(c.exposed_seconds for c in forecast.copies))
+    assert forecast.exposed_ms_per_gib > 0
+    loop = forecast.loops[0]
+    assert loop.iterations == LAYERS
+    assert loop.bound == "link, one way at a time"
+    assert all(0 < share < 1 for share in loop.link_use.values())
+
+
+def test_state_moved_whole_is_wholly_exposed_and_the_copy_out_keeps_its_name(compiled, version):
+    forecast = predict(compiled("whole", "gpu", version), MACHINES["gpu"])
+    assert {c.buffer for c in forecast.copies} == {"mu"}
+    for copy in forecast.copies:
+        assert copy.exposed_seconds == pytest.approx(copy.busy_seconds)
+
+
+def test_a_forecast_states_its_unknowns_band_and_baseline(compiled, version):
+    forecast = predict(compiled("control", "gpu", version), MACHINES["gpu"])
+    assert {what for what, _, _ in forecast.unknowns} == {
+        "custom call 'cusolver_potrf_ffi'",
+        "trip count of while.12: one iteration assumed",
+    }
+    assert 0 < forecast.unknown_share < 0.2
+    assert forecast.low_seconds < forecast.step_seconds < forecast.high_seconds
+    assert forecast.baseline_seconds > 0
+    longer = predict(compiled("control", "gpu", version), MACHINES["gpu"], trip_counts={"while.12": 10})
+    assert longer.step_seconds > 2 * forecast.step_seconds
+
+
+def test_tokens_and_mfu_come_only_from_stated_facts(compiled, version):
+    text = compiled("fsdp", "gpu", version)
+    assert predict(text, MACHINES["gpu"]).tokens_per_second is None
+    tokens, per_token = TOKENS * 8, 6 * 2 * MODEL * HIDDEN * LAYERS
+    forecast = predict(text, MACHINES["gpu"], tokens=tokens, flops_per_token=per_token)
+    assert forecast.tokens_per_second == pytest.approx(tokens / forecast.step_seconds)
+    assert forecast.mfu == pytest.approx(tokens * per_token / forecast.step_seconds / (8 * 989.4e12))
+
+
+def test_a_faster_machine_is_faster(compiled, version):
+    text = compiled("offload", "gpu", version)
+    steps = [predict(text, Hardware.named(name)).step_seconds for name in ("a100-sxm-80:8", "h100-sxm:8", "gb200:8")]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_forecasts_survive_json(compiled, version):
+    forecast = predict(compiled("stream", "gpu", version), MACHINES["gpu"])
+    assert Forecast.from_json(json.loads(json.dumps(forecast.to_json()))) == forecast
+    with pytest.raises(InputError, match="not a forecast"):
+        Forecast.from_json({"step_seconds": 1})
+
+
+def test_a_program_that_does_nothing_is_an_error(module):
+    with pytest.raises(InputError, match="does nothing that takes time"):
+        predict(module("ROOT %a = f32[8]{0} parameter(0)"), MACHINES["gpu"])
+
+
+def test_the_trace_follows_the_format(compiled, version, tmp_path):
+    text = compiled("offload", "gpu", version)
+    path = write_perfetto(trace(text, MACHINES["gpu"]), tmp_path / "trace.json")
+    data = json.loads(path.read_text())
+    tracks = {e["tid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
+    assert {"compute", "collectives", "host to device", "device to host"} <= set(tracks.values())
+    slices = [e for e in data["traceEvents"] if e["ph"] == "X"]
+    assert slices
+    for event in slices:
+        assert set(event) == {"ph", "pid", "tid", "name", "cat", "ts", "dur", "args"}
+        assert event["tid"] in tracks
+        assert event["ts"] >= 0
+        assert event["dur"] >= 0
+    by_track = {}
+    for event in sorted(slices, key=lambda e: e["ts"]):
+        assert event["ts"] >= by_track.get(event["tid"], 0) - 1e-3, "slices of one lane do not overlap"
+        by_track[event["tid"]] = event["ts"] + event["dur"]
+    step = predict(text, MACHINES["gpu"]).step_seconds * 1e6
+    assert max(by_track.values()) == pytest.approx(step, rel=0.02)
+    assert to_perfetto([])["traceEvents"]
