@@ -55,7 +55,7 @@ def test_roles_are_summed_by_placement():
 
 def test_the_compiled_sizes_stand_against_the_budget():
     text = render_plan(_record())
-    assert text.startswith("tiny on h100-sxm:8 (8 devices): fits (compiled)\n8.03 B parameters, global batch 8, sequences of 8192")
+    assert text.startswith("tiny on h100-sxm:8 (8 devices): fits (compiled)\n8.03 billion parameters, global batch 8, sequences of 8192")
     assert _row(text, "total").split() == ["total", "6.50", "GiB", "7.00", "GiB"]
     assert _row(text, "budget").split() == ["budget", "9.00", "GiB", "100.00", "GiB"]
     assert _row(text, "donated outputs").split()[2:] == ["-5.00", "GiB", "-"]

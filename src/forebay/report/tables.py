@@ -51,7 +51,7 @@ def render_entries(record: Mapping, pattern: str) -> str:
 def _title(record: Mapping) -> str:
     work, hardware, verdict = record["workload"], record["hardware"], record.get("verdict")
     said = {True: "fits (compiled)", False: "does not fit", None: "unknown"}[verdict["fits"]] if verdict else "not judged"
-    sizes = [f"{work['parameters'] / 1e9:.3g} B parameters" if work.get("parameters") else ""]
+    sizes = [f"{_count(work['parameters'])} parameters" if work.get("parameters") else ""]
     sizes += [f"global batch {work['global_batch']}" if work.get("global_batch") else ""]
     sizes += [f"sequences of {work['sequence_length']}" if work.get("sequence_length") else ""]
     machine = f"{hardware['name']} ({hardware['devices']} devices)" if hardware else "one device"
@@ -117,6 +117,14 @@ def _moved(copies: Iterable[Mapping]) -> Iterable[str]:
     for copy in copies:
         sums[copy["direction"]] += copy["bytes"] * (copy["trip_count"] or 1)
     return (f"{show_bytes(count)} {direction.replace('_', ' ')}" for direction, count in sums.items())
+
+
+def _count(number: int) -> str:
+    """A number of parameters as people say it: 8.03 billion, 242,000."""
+    for factor, word in ((10**9, "billion"), (10**6, "million")):
+        if number >= factor:
+            return f"{number / factor:.3g} {word}"
+    return f"{number:,}"
 
 
 def _size(count: int) -> str:
