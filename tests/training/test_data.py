@@ -115,13 +115,6 @@ def test_a_vocabulary_that_is_too_small_is_refused():
         data.check_vocabulary(100, "small")
 
 
-def test_a_batch_that_does_not_divide_is_refused_with_numbers():
-    data.check_batch(8, {"data": 4, "model": 2}, (("data", "model"), None))
-    data.check_batch(3, {"data": 4}, (None,))
-    with pytest.raises(InputError, match=r"--batch 6 .* data=4 is 4 ways and 6 / 4 leaves 2; use a multiple of 4, such as 4"):
-        data.check_batch(6, {"data": 4}, ("data", None))
-
-
 def test_unigram_entropy_of_known_texts(tmp_path):
     corpus = data.open_corpus([write(tmp_path, a="ab" * 5000)])
     train, _ = data.split(corpus, batch=1, seq=8)

@@ -249,18 +249,6 @@ def check_vocabulary(vocabulary: int, model: str) -> None:
         )
 
 
-def check_batch(batch: int, mesh_shape: dict[str, int], spec: Sequence) -> None:
-    """Raises InputError where the batch axis, laid out by ``spec[0]`` over a mesh, does not divide the global batch."""
-    axes = () if not spec or spec[0] is None else (spec[0],) if isinstance(spec[0], str) else tuple(spec[0])
-    ways = int(np.prod([mesh_shape[axis] for axis in axes], dtype=np.int64))
-    if batch % ways:
-        near = max(ways, batch - batch % ways)
-        raise InputError(
-            f"--batch {batch} does not divide over the mesh's data axis: {' x '.join(f'{axis}={mesh_shape[axis]}' for axis in axes)} "
-            f"is {ways} ways and {batch} / {ways} leaves {batch % ways}; use a multiple of {ways}, such as {near}"
-        )
-
-
 def unigram_entropy_nats(batches: Batches) -> float:
     """Entropy of a byte drawn alone from the text, in nats: the loss of a model that has learnt only the frequencies.
 

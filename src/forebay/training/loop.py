@@ -1,0 +1,232 @@
+"""The training loop, through the public verbs alone: trace, Plan.by_hand, init, train_step.
+
+    model, text      -> loss function, optimizer, shapes
+    trace, by_hand   -> plan (saved as plan.json)
+    init or restore  -> state, each leaf where the plan puts it
+    for each step:      batch(step) -> device; state, metrics = step(state, batch); metrics of the step before are written
+
+A batch is a function of (seed, step) and the step is in the state, so a resumed run goes on exactly. The loop reads the metrics of
+a step only after the next one is under way; not so on CPU, whose virtual devices can starve each other's collectives.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+import forebay as fb
+from forebay.errors import ForebayError, InputError
+from forebay.training import config as settings
+from forebay.training import data, recipe
+from forebay.training.checkpoints import Checkpoints
+from forebay.training.config import TrainConfig
+from forebay.training.interrupt import StopRequest
+from forebay.training.metrics import METRICS_FILE, MetricsLog, StepMetrics
+from forebay.training.models import llama, presets
+from forebay.training.resume import check_same_run, note_new_plan
+
+PLAN_FILE = "plan.json"
+CHECKPOINTS = "checkpoints"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What `train` did: steps ``first_step + 1`` to ``final_step``, and the loss of each, in nats per token.
+
+    ``unigram_entropy_nats`` is the loss of a model that knows only how often each byte occurs. ``exit_code`` is 0 for a run that
+    reached its last step, 128 + the signal for one that was asked to stop.
+    """
+
+    folder: Path
+    first_step: int
+    final_step: int
+    losses: tuple[float, ...]
+    metrics: Path
+    unigram_entropy_nats: float
+    exit_code: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Everything that a run needs before its state exists."""
+
+    config: TrainConfig
+    model: Any
+    optimizer: Any
+    loss_fn: Callable
+    train: data.Batches
+    plan: Any
+    mesh: Any
+    record: dict[str, Any]
+
+
+def load_model(name: str) -> Any:
+    """The model configuration behind ``--model``: a preset, or the path of a Hugging Face config.json."""
+    return presets.load_config(Path(name)) if name.endswith(".json") or "/" in name else presets.preset(name)
+
+
+def machine() -> fb.Hardware:
+    """This machine with the devices that jax has: those of all hosts of the job, or the virtual devices of a CPU."""
+    seen, devices = fb.Hardware.here(), jax.device_count()
+    if devices == seen.devices:
+        return seen
+    hosts = devices // seen.devices if seen.chip.platform != "cpu" and devices % seen.devices == 0 else 1
+    return dataclasses.replace(seen, name=f"{seen.chip.name}:{devices}", hosts=hosts, devices_per_host=devices // hosts)
+
+
+def prepare(config: TrainConfig) -> Setup:
+    """Model, text and plan of ``config``; nothing is allocated on a device.
+
+    Raises:
+        InputError: text, model, batch or rules that do not fit each other.
+        PlanError: the plan cannot be made.
+    """
+    model = load_model(config.model)
+    data.check_vocabulary(model.vocab, config.model)
+    corpus = data.open_corpus(config.data.paths)
+    train, _ = data.split(
+        corpus, batch=config.data.batch, seq=config.data.seq, seed=config.seed, validation_fraction=config.data.validation_fraction
+    )
+    optimizer = recipe.optimizer(config.optimizer, config.schedule_steps())
+    loss_fn, optimizer, params, batch = llama.make(model, batch=config.data.batch, seq=config.data.seq, optimizer=optimizer)
+    work = fb.trace(loss_fn, optimizer, params, batch, name=config.model)
+    plan = fb.Plan.by_hand(work, config.rules(), hardware=machine())
+    record = {"model": dataclasses.asdict(model), "data_fingerprint": corpus.fingerprint}
+    return Setup(
+        config=config, model=model, optimizer=optimizer, loss_fn=loss_fn, train=train, plan=plan, mesh=plan.make_mesh(), record=record
+    )
+
+
+def train(config: TrainConfig) -> Run:
+    """Train as ``config`` says and leave the run's folder behind: config.json, plan.json, metrics.jsonl, checkpoints/.
+
+    The first Ctrl-C (or SIGTERM) saves a checkpoint and returns, the second ends the process at once.
+
+    Raises:
+        InputError: settings or text that cannot be used.
+        PlanError: a resumed run whose model is another.
+        CheckpointError: a checkpoint cannot be written or read.
+        ForebayError: the loss is no longer a number.
+    """
+    console = Console()
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    with StopRequest() as stop:
+        checkpoints = _open_checkpoints(config)
+        setup = prepare(config)
+        entropy = data.unigram_entropy_nats(setup.train)
+        if config.resume:
+            check_same_run(config, setup.record, checkpoints.record(), say)
+            note_new_plan(config.out / PLAN_FILE, setup.plan, say)
+        checkpoints.check_space(setup.plan.abstract_tree())
+        settings.save(config)
+        setup.plan.save(config.out / PLAN_FILE)
+        say(str(setup.plan))
+        say(f"text: {setup.train.corpus.name}, {setup.train.corpus.length:,} bytes, unigram entropy {entropy:.4f} nats")
+        state = _restored(setup, checkpoints) if config.resume else _born(setup)
+        first = int(state.step)
+        losses = _steps(setup, state, checkpoints, stop, console)
+        checkpoints.close()
+    return Run(
+        folder=config.out,
+        first_step=first,
+        final_step=first + len(losses),
+        losses=tuple(losses),
+        metrics=config.out / METRICS_FILE,
+        unigram_entropy_nats=entropy,
+        exit_code=stop.exit_code,
+    )
+
+
+def _open_checkpoints(config: TrainConfig) -> Checkpoints:
+    checkpoints = Checkpoints(config.out / CHECKPOINTS, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous)
+    steps = checkpoints.steps()
+    if steps and not config.resume:
+        raise InputError(f"{config.out} already holds a run at step {steps[-1]}; go on with --resume, or choose another --out")
+    return checkpoints
+
+
+def _born(setup: Setup) -> Any:
+    def init_fn(key: jax.Array) -> Any:
+        return llama.init_params(setup.model, key)
+
+    return fb.init(init_fn, setup.optimizer, setup.plan, jax.random.key(setup.config.seed), mesh=setup.mesh)
+
+
+def _restored(setup: Setup, checkpoints: Checkpoints) -> Any:
+    tree = checkpoints.restore(setup.plan.abstract_tree(setup.mesh))
+    return fb.State.from_tree(tree, setup.plan, mesh=setup.mesh)
+
+
+def _steps(setup: Setup, state: Any, checkpoints: Checkpoints, stop: StopRequest, console: Console) -> list[float]:
+    """Run to the last step, or until asked to stop; the state that remains is saved."""
+    config, first = setup.config, int(state.step)
+    step_fn = fb.train_step(setup.loss_fn, setup.optimizer, setup.plan, mesh=setup.mesh)
+    in_flight = 0 if jax.devices()[0].platform == "cpu" else 1
+    losses: list[float] = []
+    with MetricsLog(config.out, done=first, steps=config.steps, console=console) as log:
+        pending: list[dict] = []
+        clock = _Clock(setup, first, log, losses)
+        done = first
+        while done < config.steps and stop.signal is None:
+            state, metrics = step_fn(state, device_batch(setup, done))
+            done += 1
+            pending.append(metrics)
+            due = config.checkpoint.every > 0 and done % config.checkpoint.every == 0
+            while len(pending) > (0 if due else in_flight):
+                clock.read(pending.pop(0))
+            if due:
+                checkpoints.save(done, state.to_tree(), setup.record)
+        while pending:
+            clock.read(pending.pop(0))
+        if done > first:
+            checkpoints.save(done, state.to_tree(), setup.record)
+    return losses
+
+
+class _Clock:
+    """Turns the metrics of finished steps into lines of the log, with the seconds between one and the next."""
+
+    def __init__(self, setup: Setup, first: int, log: MetricsLog, losses: list[float]):
+        self._setup, self._first, self._log, self._losses = setup, first, log, losses
+        self._schedule = recipe.schedule(setup.config.optimizer, setup.config.schedule_steps())
+        self._before = time.perf_counter()
+
+    def read(self, metrics: dict[str, jax.Array]) -> None:
+        """Wait for one step and write it. Raises ForebayError where the loss is not a number: nothing of it is saved."""
+        loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        now = time.perf_counter()
+        seconds, self._before = now - self._before, now
+        step, config = self._first + len(self._losses) + 1, self._setup.config
+        self._losses.append(loss)
+        self._log.write(
+            StepMetrics(
+                step=step,
+                loss=loss,
+                grad_norm=grad_norm,
+                learning_rate=float(self._schedule(step - 1)),
+                step_seconds=seconds,
+                tokens_per_second=config.data.batch * config.data.seq / seconds,
+                includes_compile=step == self._first + 1,
+            )
+        )
+        if not np.isfinite(loss):
+            raise ForebayError(
+                f"the loss is {loss} at step {step} (gradient norm {grad_norm}); this state is not saved. Resume from the checkpoint "
+                f"before with a lower --optimizer.learning-rate (now {config.optimizer.learning_rate:g}), or with less offloaded"
+            )
+
+
+def device_batch(setup: Setup, step: int) -> dict[str, jax.Array]:
+    """The batch of ``step`` on the mesh: each process reads and places only the rows that its devices hold."""
+    wanted = setup.plan.abstract_batch(setup.mesh)["tokens"]
+
+    def rows(index: tuple[slice, ...]) -> np.ndarray:
+        return setup.train.tokens(step, index[0])[(slice(None), *index[1:])]
+
+    return {"tokens": jax.make_array_from_callback(wanted.shape, wanted.sharding, rows)}
