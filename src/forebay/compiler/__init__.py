@@ -11,7 +11,6 @@ __all__ = ["judge"]
 def __getattr__(name: str):
     if name != "judge":
         raise AttributeError(f"module 'forebay.compiler' has no attribute {name!r}")
-    import forebay.compiler.judge as module
+    from forebay.compiler.judging import judge
 
-    globals()["judge"] = module.judge  # the submodule of the same name would otherwise stand here after its import
-    return module.judge
+    return judge

@@ -69,8 +69,10 @@ class Worker:
             return self._died(printed, start)
         stopped = self._wait(start + time_limit_seconds, memory_limit_bytes)
         if stopped:
+            self.process.kill()
+            messages = self._printed(printed)
             self.close()
-            return Outcome(status=stopped[0], reason=stopped[1], messages=self._printed(printed), compile_seconds=time.monotonic() - start)
+            return Outcome(status=stopped[0], reason=stopped[1], messages=messages, compile_seconds=time.monotonic() - start)
         reply = self.process.stdout.readline()
         if not reply.endswith(b"\n"):
             return self._died(printed, start)
