@@ -93,18 +93,13 @@ def _item_sharding(sharding):
 
 def _host_item(array, i: int):
     """Cut one layer out of a host stack without a detour over the device: each shard is host memory, read where it lies."""
-    shards = {str(_behind(s.index)): s for s in array.addressable_shards}
-    return jax.make_array_from_callback(
-        array.shape[1:], _item_sharding(array.sharding), lambda index: np.asarray(shards[str(_normal(index, array.shape[1:]))].data)[i]
-    )
+    shape = array.shape[1:]
+    shards = {_bounds(s.index[1:], shape): s.data for s in array.addressable_shards}
+    return jax.make_array_from_callback(shape, _item_sharding(array.sharding), lambda index: np.asarray(shards[_bounds(index, shape)])[i])
 
 
-def _normal(index, shape):
-    return tuple(slice(s.start or 0, n if s.stop is None else s.stop) for s, n in zip(index, shape, strict=True))
-
-
-def _behind(index):
-    return tuple(slice(s.start or 0, s.stop) for s in index[1:])
+def _bounds(index, shape):
+    return tuple((s.start or 0, n if s.stop is None else s.stop) for s, n in zip(index, shape, strict=True))
 
 
 def restack(stored: tuple[Stored, ...], leaves, wanted) -> tuple[Any, ...]:

@@ -78,10 +78,11 @@ def item_of(update: Update, index: int) -> Item:
     eqns = [update.jaxpr.jaxpr.eqns[i] for i in component.equations]
     made = {v for e in eqns for v in e.outvars}
     inputs = update.inputs(component)
-    imports = tuple(dict.fromkeys(v for e in eqns for v in e.invars if not jaxprs.is_literal(v) and v not in made and v not in inputs))
+    outputs = [update.outvar(kind, k) for kind, ks in (("params", component.params), ("state", component.state)) for k in ks]
+    read = [v for e in eqns for v in e.invars] + outputs
+    imports = tuple(dict.fromkeys(v for v in read if not jaxprs.is_literal(v) and v not in made and v not in inputs))
     used_outside = _used_outside(update, index)
     exports = tuple(v for e in eqns for v in e.outvars if v in used_outside)
-    outputs = [update.outvar(kind, k) for kind, ks in (("params", component.params), ("state", component.state)) for k in ks]
 
     def run(*values):
         env = dict(zip([*inputs, *imports], values, strict=True))

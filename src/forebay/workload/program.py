@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from forebay.errors import InputError
-from forebay.workload import jaxprs, residuals, slicing
+from forebay.workload import jaxprs, repeats, residuals, roll, slicing
 from forebay.workload.names import leaf_names
 
 
@@ -97,14 +97,27 @@ def build(loss_fn: Callable, args: Arguments, mesh=None, specs: tuple | None = N
         traced = jax.make_jaxpr(flat)(*args.flat())
         _check_loss(traced)
         count = len(jax.tree.leaves(args.params))
-        rolled, stored, notes = _rolled(jaxprs.inline(traced), count, specs or (None,) * count)
+        rolled, stored, notes = _rolled(jaxprs.inline(traced), count, specs or (None,) * count, leaf_names(args.params))
         whole_program = jaxprs.inline(rolled)
         loops, whole = _loops(whole_program, len(stored))
     return Program(jaxpr=whole_program, stored=stored, out_tree=out_tree, loops=loops, whole=whole, notes=notes)
 
 
-def _rolled(jaxpr, count, specs):
-    return jaxpr, tuple(Stored(members=(k,)) for k in range(count)), ()
+def _rolled(jaxpr, count, specs, names):
+    """The program with repeated blocks as loops over stacked parameters, and how those are stored."""
+    leaf_specs = [("parameter", spec) for spec in specs] + [None] * (len(jaxpr.in_avals) - count)
+    found = repeats.survey(jaxpr, leaf_specs, (*names, *(f"input {k}" for k in range(count, len(leaf_specs)))))
+    if not found.repeats:
+        return jaxpr, tuple(Stored(members=(k,)) for k in range(count)), found.reasons
+    run, storage = roll.roll(jaxpr, found.repeats)
+    avals = [_stacked_aval([jaxpr.in_avals[k] for k in slot]) for slot in storage.slots]
+    stored = tuple(Stored(members=slot, stacked=len(slot) > 1) for slot in storage.slots if slot[0] < count)
+    return jax.make_jaxpr(lambda *args: run(args))(*avals), stored, found.reasons
+
+
+def _stacked_aval(avals):
+    first = avals[0]
+    return first if len(avals) == 1 else jax.ShapeDtypeStruct((len(avals), *first.shape), first.dtype)
 
 
 def _check_loss(traced):

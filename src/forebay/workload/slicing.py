@@ -196,7 +196,7 @@ def _cut(eqn, k, value, axes, window):
         return value
     fellow = next(i for i, a in enumerate(axes) if a is not None)
     if name in ELEMENTWISE or name == "concatenate":
-        return window.cut(value, axes[fellow])
+        return value if value.shape[axes[fellow]] == 1 else window.cut(value, axes[fellow])  # a length of one is broadcast
     if name == "dot_general":
         contract, batch = eqn.params["dimension_numbers"]
         pair = next((p for p in (batch, contract) if axes[fellow] in p[fellow]), None)
