@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from forebay.errors import InputError
 from forebay.training.models import blockwise, cudnn
 from forebay.training.models.layout import Layout, current
 
@@ -53,7 +54,12 @@ def attention(
 
     ``kernel`` is ``cudnn`` (on CUDA targets; blockwise elsewhere) or ``blockwise``. ``window`` limits each position to that many
     last ones, itself included. The batch is split over the mesh of the context, see `layout`.
+
+    Raises:
+        InputError: cuDNN was asked for a dtype that it has no kernel for.
     """
+    if kernel == "cudnn" and str(q.dtype) not in cudnn.DTYPES:
+        raise InputError(f"cuDNN attention is for {' and '.join(cudnn.DTYPES)}; these queries are {q.dtype}. Use kernel='blockwise'")
     if window is not None and window >= q.shape[1]:
         window = None
     layout = current(q.shape[0], k.shape[2])

@@ -49,6 +49,8 @@ def cross_entropy(
     if chunk is None:
         tokens = h.shape[0] * h.shape[1] // layout.shards
         chunk = max(CHUNK_BYTES // (4 * tokens) // _MULTIPLE * _MULTIPLE, _LEAST)
+    # Once, before the loops: a matrix sharded over its columns would otherwise be exchanged whole for every chunk. No-op by rows.
+    head = layout.constrain(head, layout.batch, None)
     return _cross_entropy(layout, min(chunk, head.shape[1]), h, head, targets)
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
-_ELEMENT = {"bfloat16": "BF16", "float16": "F16"}
+DTYPES = {"bfloat16": "BF16", "float16": "F16"}
 # (contracting of the left, of the right, batch of the left, of the right) with q, k, v as [batch, sequence, heads, head_dim] and the
 # scores as [batch, heads, sequence, sequence].
 _FORWARD_PRODUCTS = {
@@ -93,7 +93,7 @@ def _call(target: str, results: list, layouts: list, config: dict):
 def _backend_config(q: Array, k: Array, window: int | None, products: dict) -> dict:
     batch, seq, heads, head_dim = q.shape
     scores = {
-        "element_type": _ELEMENT[str(q.dtype)],
+        "element_type": DTYPES[str(q.dtype)],
         "dimensions": [str(n) for n in (batch, heads, seq, k.shape[1])],
         "layout": {"minor_to_major": ["3", "2", "1", "0"]},
         "is_dynamic_dimension": [False] * 4,

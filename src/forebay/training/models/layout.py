@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from forebay.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from jaxtyping import Array
 
@@ -38,7 +40,7 @@ class Layout:
 
     def constrain(self, x: Array, *spec) -> Array:
         """``x`` laid out by ``spec`` (as of `PartitionSpec`). A dimension that does not divide is left whole."""
-        if self.mesh is None or any(t == AxisType.Explicit for t in self.mesh.axis_types):
+        if self.mesh is None:
             return x
         whole = [axes if axes and x.shape[i] % self._count(axes) == 0 else None for i, axes in enumerate(spec)]
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*whole)))
@@ -60,12 +62,20 @@ class Layout:
 def current(batch: int, heads: int = 1) -> Layout:
     """The layout for ``batch`` sequences (and ``heads`` key/value heads) on the mesh of the context.
 
-    Axes that do not divide the batch are left out, from the last: the work is then repeated on them, never refused.
+    An axis that does not divide the batch is left out: its devices then repeat the work.
+
+    Raises:
+        UnsupportedError: the mesh of the context has Explicit axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    free = [a for a in mesh.axis_names if a not in mesh.manual_axes] if not mesh.empty else []
+    free = [] if mesh.empty or mesh.size == 1 else [a for a in mesh.axis_names if a not in mesh.manual_axes]
     if not free:
         return Layout()
+    if AxisType.Explicit in mesh.axis_types:
+        raise UnsupportedError(
+            f"the mesh {dict(mesh.shape)} has Explicit axes; these models leave shardings to the compiler. "
+            f"Make it with axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
+        )
     axes, count = [], 1
     for axis in free:
         if axis not in _NOT_BATCH and batch % (count * mesh.shape[axis]) == 0:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     Params = dict[str, Any]
     Batch = dict[str, Array]
 
+FULL_RECOMPUTE = jax.checkpoint_policies.nothing_saveable
 _INIT_SCALE = 0.02
 
 
@@ -97,15 +98,17 @@ def train_flops_per_token(config: LlamaConfig, seq: int) -> float:
     return 6.0 * weights + 12.0 * config.layers * config.heads * config.head_dim * visible
 
 
-def hidden(config: LlamaConfig, params: Params, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq model"]:
-    """The last hidden states, after the final norm, in the compute dtype."""
+def hidden(
+    config: LlamaConfig, params: Params, tokens: Int[Array, "batch seq"], policy: Callable = FULL_RECOMPUTE
+) -> Float[Array, "batch seq model"]:
+    """The last hidden states, after the final norm, in the compute dtype. ``policy`` is of `jax.checkpoint_policies`."""
     rotation = _rotation(config, jnp.arange(tokens.shape[1]))
 
     def layer(h, weights):
         return _layer(config, named(h, "layer_input"), weights, rotation), None
 
     # Inside a scan no expression is shared with the backward pass, so the barrier against that is not needed.
-    body = jax.checkpoint(layer, prevent_cse=False, policy=jax.checkpoint_policies.nothing_saveable)
+    body = jax.checkpoint(layer, prevent_cse=False, policy=policy)
     h, _ = jax.lax.scan(body, _embed(config, params["embed"], tokens), params["layers"])
     return _rms_norm(h, params["final_norm"], config.norm_eps)
 
@@ -117,8 +120,8 @@ def logits(config: LlamaConfig, params: Params, tokens: Int[Array, "batch seq"])
     return jnp.einsum("bsd,dv->bsv", h, _head(params).astype(h.dtype), preferred_element_type=wide)
 
 
-def make_loss(config: LlamaConfig) -> Callable[[Params, Batch], tuple[Array, dict[str, Array]]]:
-    """``loss(params, batch) -> (mean loss per token, {"tokens": count})``.
+def make_loss(config: LlamaConfig, policy: Callable = FULL_RECOMPUTE) -> Callable[[Params, Batch], tuple[Array, dict[str, Array]]]:
+    """``loss(params, batch) -> (mean loss per token, {"tokens": count})``; ``policy`` says what a layer keeps for the backward pass.
 
     ``batch`` is ``{"tokens": int32 [batch, seq + 1]}``, or ``{"inputs", "targets"}`` of [batch, seq] each, where a negative target is
     left out of the mean. Ids must be below the vocabulary: see `check_tokens`.
@@ -129,7 +132,7 @@ def make_loss(config: LlamaConfig) -> Callable[[Params, Batch], tuple[Array, dic
             inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         else:
             inputs, targets = batch["inputs"], batch["targets"]
-        losses = cross_entropy(hidden(config, params, inputs), _head(params), targets)
+        losses = cross_entropy(hidden(config, params, inputs, policy), _head(params), targets)
         counted = targets >= 0
         tokens = counted.sum(dtype=jnp.int32)
         return jnp.where(counted, losses, 0).sum() / jnp.maximum(tokens, 1), {"tokens": tokens}
