@@ -188,6 +188,8 @@ def array_key(array: Any) -> tuple:
     """What identifies a constant: its type and bytes, or the object itself where it has no bytes to read or too many."""
     if isinstance(array, jax.core.Tracer) or not hasattr(array, "dtype") or jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
         return ("object", id(array))
+    if not hasattr(array, "size"):  # a Python number that carries a dtype
+        array = np.asarray(array, array.dtype)
     plain = np.asarray(array) if array.size * array.dtype.itemsize <= COMPARED_BYTES else None
     if plain is None or plain.dtype == object:
         return ("object", id(array))

@@ -163,9 +163,16 @@ def _split(jaxpr, n, m):
         ties = [v for v in eqn.invars if not jaxprs.is_literal(v) and not loose(v) and v not in jaxpr.jaxpr.constvars]
         for v in (*ties, *outs) if outs else ():
             parent[find(v)] = find(outs[0])
-    owner: list[Any] = [next((find(v) for v in e.outvars if not loose(v)), None) for e in eqns]
+    owner: list[Any] = [_array_owner(e, find) for e in eqns]
     _claim_scalars(jaxpr, owner, find)
     return _components(jaxpr, owner, find, n, m)
+
+
+def _array_owner(eqn, find):
+    """The component of an equation that makes arrays, or that sums the arrays of one component."""
+    made = [v for v in eqn.outvars if not loose(v)]
+    read = {find(v) for v in eqn.invars if not jaxprs.is_literal(v) and not loose(v)}
+    return find(made[0]) if made else read.pop() if len(read) == 1 else None
 
 
 def _claim_scalars(jaxpr, owner, find):
