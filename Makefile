@@ -22,13 +22,13 @@ test: setup
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: setup
-	$(VENV)/bin/ruff check src tests benchmarks
-	$(VENV)/bin/ruff format --check src tests benchmarks
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
 
 format: setup
-	$(VENV)/bin/ruff check --fix src tests benchmarks
-	$(VENV)/bin/ruff format src tests benchmarks
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
 
 clean:
 	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis dist build
