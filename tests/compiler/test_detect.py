@@ -15,7 +15,7 @@ def copy(name="c", direction="to_device", size=1024, loop="body"):
 
 
 def evidence(options=None, settings=None, host=0, **findings):
-    empty = {"host_copies": (), "host_compute": (), "misplaced_slices": (), "remat_instructions": 0, "attention": {}, "host_parameters": ()}
+    empty = {"host_copies": (), "host_compute": (), "misplaced_slices": (), "remat_instructions": 0, "attention": {}, "parameters": ()}
     return Evidence(findings=Findings(**empty | findings), host=Memory(argument_bytes=host), options=options or {}, settings=settings or {})
 
 

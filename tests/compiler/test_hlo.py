@@ -175,7 +175,7 @@ def test_rematerialised_and_attention_instructions_are_counted():
 
 
 def test_parameters_in_host_memory_are_read_from_the_layout():
-    assert read_hlo(entry("%p = f32[4]{0:S(5)} parameter(0)")).host_parameters == (True, False)
+    assert read_hlo(entry("%p = f32[4]{0:S(5)} parameter(0)")).parameters == ((16, True), (16, False))
 
 
 def test_types():
@@ -185,3 +185,28 @@ def test_types():
     assert array_bytes("token", "") == 0
     assert array_bytes("f8e4m3fn", "16") == 16
     assert split_type("((f32[2]{0}, s32[]), f32[1]{0:T(8,128)S(5)}, u32[])") == ["(f32[2]{0}, s32[])", "f32[1]{0:T(8,128)S(5)}", "u32[]"]
+
+
+def test_work_on_the_host_is_told_with_its_operation_and_its_line():
+    head = """HloModule m, is_scheduled=true, entry_computation_layout={(f32[4]{0:S(5)})->f32[4]{0:S(5)}}
+
+FileNames
+1 "/home/user/library.py"
+2 "/home/user/model.py"
+
+FunctionNames
+1 "f"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=3 end_line=3 column=1 end_column=2}
+2 {file_name_id=2 function_name_id=1 line=41 end_line=41 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=1}
+
+
+"""
+    line = '%m = f32[4]{0:S(5)} multiply(%p, %p), metadata={op_name="jit(step)/while/body/mul" stack_frame_id=2}'
+    text = entry("%p = f32[4]{0:S(5)} parameter(0)", line)
+    assert read_hlo(head + text[text.index("ENTRY") :]).host_compute == ("m (mul at model.py:41)",)

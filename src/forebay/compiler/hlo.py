@@ -25,15 +25,16 @@ _CUSTOM_CALLS_WITHOUT_WORK = ("AllocateBuffer", "MoveToHost", "MoveToDevice", "a
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """``host_compute`` names operations that work on host memory; ``misplaced_slices`` host slices whose annotated bytes do not follow
-    their index (hazard reversed-host-slice); ``host_parameters`` tells of each parameter of the module whether it is in host memory."""
+    """``host_compute`` describes operations that work on host memory; ``misplaced_slices`` names host slices whose annotated bytes do not
+    follow their index (hazard reversed-host-slice); ``parameters`` gives for each parameter of the module its bytes and whether it stands
+    in host memory."""
 
     host_copies: tuple[HostCopy, ...]
     host_compute: tuple[str, ...]
     misplaced_slices: tuple[str, ...]
     remat_instructions: int
     attention: dict[str, int]
-    host_parameters: tuple[bool, ...]
+    parameters: tuple[tuple[int, bool], ...]
 
 
 def read_hlo(text: str) -> Findings:
@@ -77,7 +78,7 @@ class _Reader:
             if instruction.computation not in self.scheduled:
                 continue
             if '_xla_compute_type="host"' in instruction.line or "HostExecute" in instruction.line:
-                compute.append(instruction.name)
+                compute += [] if instruction.opcode.endswith("-done") else [self.module.described(instruction)]
                 continue
             if instruction.opcode in _NO_WORK or not self._touches_host(instruction):
                 continue
@@ -86,11 +87,11 @@ class _Reader:
                 if copy.loop and misplaced(self.module, instruction, self.loops[copy.loop]):
                     misplaced_slices.append(instruction.name)
             elif self._computes(instruction):
-                compute.append(instruction.name)
+                compute.append(self.module.described(instruction))
         return Findings(
             host_copies=tuple(copies), host_compute=tuple(compute), misplaced_slices=tuple(misplaced_slices),
             remat_instructions=sum(bool(_REMATERIALISED.search(instruction.name)) for instruction in self.module.instructions),
-            attention=self._attention(), host_parameters=self._host_parameters(),
+            attention=self._attention(), parameters=self._parameters(),
         )  # fmt: skip
 
     def _touches_host(self, instruction: Instruction) -> bool:
@@ -155,7 +156,7 @@ class _Reader:
         targets = re.findall(r'custom_call_target="([^"]+)"', self.module.text)
         return dict(sorted(Counter(target for target in targets if _ATTENTION.search(target)).items()))
 
-    def _host_parameters(self) -> tuple[bool, ...]:
+    def _parameters(self) -> tuple[tuple[int, bool], ...]:
         start = self.module.text.find("entry_computation_layout={(")
         if start < 0:
             return ()
@@ -163,7 +164,7 @@ class _Reader:
         parameters = split_type(line[: closing(line)])
         if len(parameters) == 1:  # a program of very many arguments takes them as one tuple
             parameters = split_type(parameters[0])
-        return tuple(HOST in parameter for parameter in parameters)
+        return tuple((sum(size for size, _, _ in _arrays(parameter)), HOST in parameter) for parameter in parameters)
 
 
 def _direction(sources: list, results: list) -> tuple[str, int] | None:

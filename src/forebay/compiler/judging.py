@@ -7,7 +7,8 @@ import threading
 from forebay.compiler import cache as store
 from forebay.compiler import jaxcompat, lowering, outcome, versions
 from forebay.compiler.detect import Evidence, hazards
-from forebay.compiler.hlo import Findings, read_hlo
+from forebay.compiler.hlo import read_hlo
+from forebay.compiler.honour import compare
 from forebay.compiler.outcome import Outcome
 from forebay.compiler.pool import compile_in_worker
 from forebay.errors import InputError
@@ -63,7 +64,7 @@ def judge(
         found = compile_in_worker(request, program.bytecode, time_limit_seconds, limit)
         said += store.write(key, found) if cache else ()
     messages = (*lowered.messages, *_dropped_flags(), *said, *found.messages)
-    return _verdict(found, program, hardware, request, messages, key, cached)
+    return _verdict(found, program, plan, hardware, request, messages, key, cached)
 
 
 def _options(*sources: dict | None) -> dict:
@@ -100,7 +101,7 @@ def _dropped_flags() -> tuple[str, ...]:
     return tuple(said.format(name, os.environ[name]) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if os.environ.get(name))
 
 
-def _verdict(found: Outcome, program, hardware, request: dict, messages: tuple[str, ...], key: str, cached: bool) -> Verdict:
+def _verdict(found: Outcome, program, plan, hardware, request: dict, messages: tuple[str, ...], key: str, cached: bool) -> Verdict:
     verdict = Verdict(
         fits=False if found.status == outcome.REFUSED else None,
         reason=f"{found.status}: {found.reason}",
@@ -116,15 +117,15 @@ def _verdict(found: Outcome, program, hardware, request: dict, messages: tuple[s
         fingerprint=key,
         cached=cached,
     )
-    return verdict if found.status != outcome.COMPILED else _with_findings(verdict, found, program, request)
+    return verdict if found.status != outcome.COMPILED else _with_findings(verdict, found, program, plan, request)
 
 
-def _with_findings(verdict: Verdict, found: Outcome, program, request: dict) -> Verdict:
+def _with_findings(verdict: Verdict, found: Outcome, program, plan, request: dict) -> Verdict:
     verdict = dataclasses.replace(verdict, hbm=Memory(**found.sizes["hbm"]), host=Memory(**found.sizes["host"]), hlo_gzip=found.hlo_gzip)
     findings = read_hlo(verdict.hlo)
     evidence = Evidence(findings=findings, host=verdict.host, options=request["compiler_options"], settings=request["settings"])
     fits, reason = _weigh(verdict)
-    honoured, ignored = _compare(program.arguments, findings)
+    honoured, ignored = compare(program.arguments, findings, tuple(getattr(plan, "entries", ())))
     return dataclasses.replace(
         verdict,
         fits=fits,
@@ -147,14 +148,3 @@ def _weigh(verdict: Verdict) -> tuple[bool, str]:
         word = "within" if within else "over"
         parts.append(f"{title} {show_bytes(memory.total_bytes)} is {word} the budget of {show_bytes(budget)} per device")
     return fits, "; ".join(parts)
-
-
-def _compare(arguments: tuple, findings: Findings) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The arguments asked onto the host that stand there in the compiled program, and those that do not."""
-    if len(arguments) != len(findings.host_parameters):
-        return (), ()  # ordered effects put tokens among the parameters; nothing can be told then
-    honoured, ignored = [], []
-    for (name, kind), on_host in zip(arguments, findings.host_parameters, strict=True):
-        if kind == "pinned_host":
-            (honoured if on_host else ignored).append(name)
-    return tuple(honoured), tuple(ignored)

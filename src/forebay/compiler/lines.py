@@ -39,6 +39,24 @@ class Module:
         called = re.search(r"(?:calls|to_apply)=%?([\w.\-]+)", instruction.line)
         return self.members.get(called.group(1), []) if called else []
 
+    def described(self, instruction: Instruction) -> str:
+        """The instruction's name, the JAX operation it came from and the line that wrote it, as far as the module tells."""
+        operation = re.search(r'op_name="([^"]*)"', instruction.line)
+        frame = re.search(r"stack_frame_id=(\d+)", instruction.line)
+        parts = [operation.group(1).rpartition("/")[2]] if operation else []
+        parts += [self._source(frame.group(1))] if frame else []
+        return f"{instruction.name} ({' at '.join(parts)})" if parts else instruction.name
+
+    def _source(self, frame: str) -> str:
+        """``file.py:line`` of a stack frame, from the tables at the head of the module."""
+        head = self.text[: self.text.find("{\n")]
+        location = re.search(rf"^{frame} {{file_location_id=(\d+)", head[head.find("StackFrames") :], re.MULTILINE)
+        place = location and re.search(
+            rf"^{location.group(1)} {{file_name_id=(\d+) .*? line=(\d+)", head[head.find("FileLocations") :], re.MULTILINE
+        )
+        name = place and re.search(rf'^{place.group(1)} "(.*)"$', head[head.find("FileNames") :], re.MULTILINE)
+        return f"{name.group(1).rpartition('/')[2]}:{place.group(2)}" if name else "an unknown line"
+
 
 def read_lines(text: str) -> Module:
     """The lines of ``text``, one HLO module."""

@@ -1,0 +1,67 @@
+"""What was asked onto the host against what the compiled program does: argument by argument, and entry by entry where there is a plan.
+
+An entry of the state is honoured by a parameter of the module of its size that stands in host memory; an entry of the activations by a
+copy to the host that writes its bytes over the turns of a loop (a compiler that takes one or two turns out of the loop is allowed for).
+Each parameter and each copy serves one entry; the copies that write state and gradients back are set aside first. Gradients may be used
+up where they arise, and recomputed activations leave no trace in memory: nothing is said of them.
+"""
+
+from collections import Counter
+
+from forebay.compiler.hlo import Findings
+from forebay.records.entries import Entry
+from forebay.records.verdict import TO_HOST, HostCopy
+
+_STATE = ("parameter", "optimizer", "accumulator", "batch")
+_PEELED = (0, 1, 2)
+
+
+def compare(arguments: tuple[tuple[str, str | None], ...], findings: Findings, entries: tuple[Entry, ...]) -> tuple[tuple, tuple]:
+    """The names that are honoured and those that are ignored: of ``entries``, or without any of the arguments asked onto the host."""
+    if not entries:
+        return _compare_arguments(arguments, findings)
+    asked = Counter()
+    for entry in entries:  # a stack may be split in layers; its parts have one name and stand in one buffer
+        if entry.placement == "host":
+            asked[entry.name] += entry.bytes_per_device
+    state = [name for name in asked if name.partition(":")[0] in _STATE]
+    activations = [name for name in asked if name.startswith("activation:")]
+    others = [name for name in asked if name not in activations]
+    found = _standing(state, asked, findings) | _written(activations, others, asked, findings)
+    checked = (*state, *activations)
+    return tuple(name for name in checked if name in found), tuple(name for name in checked if name not in found)
+
+
+def _compare_arguments(arguments, findings: Findings) -> tuple[tuple, tuple]:
+    if len(arguments) != len(findings.parameters):
+        return (), ()  # ordered effects put tokens among the parameters; nothing can be told then
+    asked = [(name, on_host) for (name, kind), (_, on_host) in zip(arguments, findings.parameters, strict=True) if kind == "pinned_host"]
+    return tuple(name for name, on_host in asked if on_host), tuple(name for name, on_host in asked if not on_host)
+
+
+def _standing(names: list[str], asked: Counter, findings: Findings) -> set[str]:
+    there = Counter(size for size, on_host in findings.parameters if on_host)
+    found = set()
+    for name in names:
+        if there[asked[name]]:
+            there[asked[name]] -= 1
+            found.add(name)
+    return found
+
+
+def _written(names: list[str], others: list[str], asked: Counter, findings: Findings) -> set[str]:
+    free = sorted((copy for copy in findings.host_copies if copy.direction == TO_HOST), key=lambda copy: copy.loop is not None)
+    for name in others:
+        _take(free, asked[name])
+    free = [copy for copy in free if copy.loop]
+    return {name for name in names if _take(free, asked[name])}
+
+
+def _take(free: list[HostCopy], size: int) -> bool:
+    """Take out of ``free`` a copy that writes ``size`` bytes in all, if there is one."""
+    for copy in free:
+        turns, left = divmod(size, copy.bytes) if copy.bytes else (0, 1)
+        if left == 0 and (copy.trip_count is None or turns - copy.trip_count in _PEELED):
+            free.remove(copy)
+            return True
+    return False
