@@ -52,8 +52,8 @@ class State:
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any], plan: Any, mesh: Any = None) -> "State":
-        """The inverse of ``to_tree`` under a plan, whose placements the leaves take."""
-        wanted = plan.abstract_state(mesh)
+        """The inverse of ``to_tree`` under a plan, whose placements the leaves take; ``mesh`` defaults to the plan's over this process's devices."""
+        wanted = plan.abstract_state(mesh if mesh is not None else plan.make_mesh())
         params, opt_state = jax.tree.leaves(tree["params"]), jax.tree.leaves(tree["opt_state"])
         key = tree["key"]
         if key is not None and wanted.key is not None and jax.dtypes.issubdtype(wanted.key.dtype, jax.dtypes.prng_key):
