@@ -186,14 +186,14 @@ def _stacked(facts: Facts, values: tuple[int, ...]) -> Stacked:
 
 
 def _whole(facts: Facts, values: tuple[int, ...]) -> tuple[int, bool] | None:
-    """The input whose slices 0, 1, ... along axis 0 these values are, all of it; and whether they keep an axis of one."""
+    """The value whose slices 0, 1, ... along axis 0 these values are, all of it; and whether they keep an axis of one."""
     makers = [facts.producer[value] for value in values]
     if min(makers) < 0:
         return None
     sources = [facts.program.equations[maker] for maker in makers]
     bases = {source.inputs[0] if source.inputs else -1 for source in sources}
     base = bases.pop()
-    if bases or not 0 <= base < facts.program.inputs or len({source.name for source in sources}) > 1:
+    if bases or base < 0 or len({source.name for source in sources}) > 1:
         return None
     shape = facts.program.avals[base].shape
     if not shape or shape[0] != len(values):

@@ -49,6 +49,7 @@ class Facts:
 def gather(program: Program, specs: Sequence[Hashable | None]) -> Facts:
     """Build the tables: one pass over the equations."""
     sameness = Sameness()
+    kinds: dict[Hashable, int] = {}  # a computation, and the specs of the leaves it reads: blocks of other specs are other blocks
     equations = program.equations
     producer, place = [-1] * len(program.avals), [0] * len(program.avals)
     consumers: list[list[int]] = [[] for _ in program.avals]
@@ -64,7 +65,7 @@ def gather(program: Program, specs: Sequence[Hashable | None]) -> Facts:
     return Facts(
         program=program,
         specs=tuple(specs),
-        keys=np.array([sameness.key(equation) for equation in equations], dtype=np.int64),
+        keys=np.array([kinds.setdefault((sameness.key(e), _specs(e, specs)), len(kinds)) for e in equations], dtype=np.int64),
         coarse=np.array([sameness.coarse_key(equation) for equation in equations], dtype=np.int64),
         details=tuple(detail(equation) for equation in equations),
         operands=operands,
@@ -74,10 +75,12 @@ def gather(program: Program, specs: Sequence[Hashable | None]) -> Facts:
         heavy=np.array([_is_heavy(equation) for equation in equations], dtype=bool),
         reads_leaf=np.array([any(_one(leaves[v]) and not data[v] for v in equation.inputs) for equation in equations], dtype=bool),
         free=np.array([not inexact[equation.outputs[0]] if equation.outputs else False for equation in equations], dtype=bool),
-        leaf_only=np.array(
-            [bool(e.outputs) and _one(leaves[e.outputs[0]]) and not data[e.outputs[0]] for e in equations], dtype=bool
-        ),
+        leaf_only=np.array([bool(e.outputs) and _one(leaves[e.outputs[0]]) and not data[e.outputs[0]] for e in equations], dtype=bool),
     )
+
+
+def _specs(equation: Equation, specs: Sequence[Hashable | None]) -> tuple[Hashable | None, ...]:
+    return tuple(specs[value] if value < len(specs) else None for value in equation.inputs)
 
 
 def _one(leaves: frozenset[int] | None) -> bool:

@@ -30,7 +30,7 @@ class Carry:
 class Stacked:
     """A value that differs from block to block, one number per block.
 
-    ``leaf``: parameter leaves, stored stacked. ``whole``: slices 0, 1, ... of an input ``base`` that is stacked already (``kept_axis``: the
+    ``leaf``: parameter leaves, stored stacked. ``whole``: slices 0, 1, ... of a value ``base`` that is stacked already (``kept_axis``: the
     block sees a leading axis of one). ``value``: computed before the loop and stacked there. ``literal``: constants in the program's text.
     """
 
@@ -73,7 +73,7 @@ class Repeat:
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """Inputs that the user already stores stacked, read slice by slice."""
+        """Stacked values that the user's program reads slice by slice; those below the number of inputs are stored that way already."""
         return tuple(sorted({stacked.base for stacked in self.stacked if stacked.kind == "whole" and stacked.base is not None}))
 
     @property
@@ -97,6 +97,11 @@ class Storage:
         """The slots that hold more than one input."""
         return tuple(slot for slot in self.slots if len(slot) > 1)
 
+    def require(self, stored: Sequence[Any]) -> None:
+        """Raise InputError unless there is one stored argument per slot."""
+        if len(stored) != len(self.slots):
+            raise InputError(f"the rolled program takes {len(self.slots)} stored arguments, {len(stored)} were given")
+
     def stack(self, arguments: Sequence[Any]) -> list[Any]:
         """Original arguments to stored ones: groups are stacked with ``jnp.stack``. Raises InputError on a wrong count."""
         if len(arguments) != self.inputs:
@@ -105,8 +110,7 @@ class Storage:
 
     def unstack(self, stored: Sequence[Any]) -> list[Any]:
         """Stored arguments (or their gradients) back to one per original input. Raises InputError on a wrong count."""
-        if len(stored) != len(self.slots):
-            raise InputError(f"the rolled program takes {len(self.slots)} stored arguments, {len(stored)} were given")
+        self.require(stored)
         arguments: list[Any] = [None] * self.inputs
         for slot, value in zip(self.slots, stored, strict=True):
             for place, index in enumerate(slot):

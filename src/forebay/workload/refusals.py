@@ -38,18 +38,19 @@ def differences(facts: Facts, taken: set[int]) -> list[str]:
 
 
 def _first_differences(facts: Facts, blocks: np.ndarray, taken: set[int]) -> list[str]:
-    reasons = []
+    reasons: dict[tuple[int, str], str] = {}
     for number in range(1, len(blocks)):
         unlike = np.flatnonzero(facts.keys[blocks[number]] != facts.keys[blocks[number - 1]])
         if not len(unlike) or taken.issuperset(blocks[number].tolist()):
             continue
         before, here = (facts.program.equations[blocks[n][unlike[0]]] for n in (number - 1, number))
         where = summarize(here.source.source_info)
-        reasons.append(f"block {number} of {len(blocks)} differs at {here.name} ({where}): {_difference(before, here)}")
-    return reasons
+        text = f"block {number} of {len(blocks)} differs at {here.name} ({where}): {_difference(facts, before, here)}"
+        reasons.setdefault((int(unlike[0]), here.name), text)  # one for each place in the block, not one for each block
+    return list(reasons.values())
 
 
-def _difference(before: Equation, here: Equation) -> str:
+def _difference(facts: Facts, before: Equation, here: Equation) -> str:
     for equation in (here, before):
         if refused_effects(equation.source):
             return f"it has an effect that a loop must not repeat or reorder ({', '.join(sorted(map(str, equation.source.effects)))})"
@@ -60,6 +61,9 @@ def _difference(before: Equation, here: Equation) -> str:
         for place, (old, new) in enumerate(zip(olds, news, strict=False)):
             if old.aval.str_short() != new.aval.str_short():
                 return f"{kind} {place} is {new.aval.str_short()}, was {old.aval.str_short()}"
+    for old, new in zip(before.inputs, here.inputs, strict=False):
+        if facts.is_leaf(old) and facts.is_leaf(new) and facts.specs[old] != facts.specs[new]:
+            return f"the leaf's sharding spec is {facts.specs[new]}, was {facts.specs[old]}"
     for name, new in here.source.params.items():
         old = before.source.params.get(name)
         if _short(old) != _short(new):

@@ -15,6 +15,7 @@ Known limits: blocks with a different number of equations are not matched; a val
 carry (a map over independent branches) is not a layer stack and is left alone.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,11 +36,12 @@ _TRIED_CUTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """The loops found, why others were not, and which leaves stand alone (in no group)."""
+    """The loops found, why others were not, which leaves stand alone (in no group), and which of those a loop copies into a stack."""
 
     repeats: tuple[Repeat, ...]
     reasons: tuple[str, ...]
     alone: tuple[int, ...]
+    gathered: tuple[tuple[int, ...], ...]  # leaves that a loop stacks anew in every step: on the device, at the cost of their bytes
 
 
 def find_repeats(jaxpr: Any, leaf_specs: Sequence[Hashable | None]) -> list[Repeat]:
@@ -66,7 +68,13 @@ def survey(jaxpr: Any, leaf_specs: Sequence[Hashable | None], leaf_names: Sequen
     reasons += differences(facts, taken)
     grouped = {leaf for repeat in repeats for group in repeat.groups for leaf in group}
     alone = tuple(i for i in range(program.inputs) if leaf_specs[i] is not None and i not in grouped)
-    return Survey(repeats=tuple(repeats), reasons=tuple(dict.fromkeys(reasons)), alone=alone)
+    gathered = {item.values: None for repeat in repeats for item in repeat.stacked if item.kind == "value"}
+    return Survey(
+        repeats=tuple(repeats),
+        reasons=tuple(dict.fromkeys(reasons)),
+        alone=alone,
+        gathered=tuple(values for values in gathered if any(facts.is_leaf(value) for value in values)),
+    )
 
 
 def _search(facts: Facts) -> tuple[list[Repeat], list[tuple[str, set[int]]]]:
@@ -86,10 +94,14 @@ def _search(facts: Facts) -> tuple[list[Repeat], list[tuple[str, set[int]]]]:
 
 
 def _score(facts: Facts, repeat: Repeat) -> tuple[int, int, int]:
-    loose = sum(facts.nbytes(value) for item in repeat.stacked if item.kind == "value" for value in item.values if facts.is_leaf(value))
-    settled = sum(facts.nbytes(leaf) for group in dict.fromkeys(repeat.groups) for leaf in group)
-    settled += sum(facts.nbytes(base) for base in repeat.whole)
-    return settled - loose, repeat.count * repeat.period, -repeat.period
+    """Parameter bytes that the loop settles, less those it would gather itself; then equations covered; then the shorter block."""
+    leaves = [value for item in repeat.stacked for value in item.values if facts.is_leaf(value)]
+    groups = dict.fromkeys(repeat.groups)
+    homes = Counter(leaf for group in groups for leaf in group)
+    settled = {leaf for group in groups if all(homes[member] == 1 for member in group) for leaf in group}
+    loose = sum(facts.nbytes(leaf) for leaf in leaves if leaf not in settled)
+    held = sum(facts.nbytes(leaf) for leaf in settled) + sum(facts.nbytes(base) for base in repeat.whole if facts.is_leaf(base))
+    return held - loose, repeat.count * repeat.period, -repeat.period
 
 
 def _best_in(facts: Facts, order: np.ndarray, taken: set[int], found: list[Repeat], refused: dict[str, set[int]]) -> Repeat | None:
@@ -103,7 +115,8 @@ def _best_in(facts: Facts, order: np.ndarray, taken: set[int], found: list[Repea
             candidate = _accepted(facts, blocks, taken, found)
             if isinstance(candidate, Refused):
                 if facts.heavy[blocks].any():
-                    refused.setdefault(f"{run.count} blocks of {run.period} equations were not rolled: {candidate.reason}", set(blocks.ravel().tolist()))
+                    text = f"{run.count} blocks of {run.period} equations were not rolled: {candidate.reason}"
+                    refused.setdefault(text, set(blocks.ravel().tolist()))
                 continue
             if best is None or _score(facts, candidate) > _score(facts, best):
                 best = candidate
@@ -117,7 +130,7 @@ def _worth_trying(facts: Facts, order: np.ndarray, runs: list[Run]) -> list[Run]
     seen: dict[tuple[int, int], int] = {}
     chosen = []
     for run in runs:
-        if worth[run.start + run.period] == worth[run.start] and worth[run.start + run.covered] == worth[run.start]:
+        if worth[run.start + run.covered] == worth[run.start]:
             continue
         stretch = (run.start, run.start + run.length)
         seen[stretch] = seen.get(stretch, 0) + 1
@@ -167,7 +180,8 @@ def _conflict(facts: Facts, repeats: list[Repeat], group: tuple[int, ...], names
     for repeat in repeats:
         others = {item.values for item in repeat.stacked if members.intersection(item.values)} - {group}
         if others or members.intersection(repeat.invariants) or members.intersection(carry.start for carry in repeat.carry):
-            reasons[f"{leaf_list(group, names)} are read by several blocks, or by two loops in different company: not stored stacked"] = None
+            text = "are read by several blocks, or by two loops in different company: not stored stacked"
+            reasons[f"{leaf_list(group, names)} {text}"] = None
             return True
     outside = [leaf for leaf in group if facts.read_outside(leaf, inside)]
     if outside:
@@ -181,14 +195,12 @@ def _loosen(repeat: Repeat, loose: set[tuple[int, ...]]) -> Repeat:
 
 
 def _explain_values(facts: Facts, repeat: Repeat, loose: set, names: list[str], reasons: dict[str, None]) -> None:
-    """Leaves that a loop must gather for itself: shared by some blocks, or unlike in spec."""
+    """Leaves that a loop must gather for itself: shared by some blocks, or values in others."""
     for item in repeat.stacked:
         if item.kind != "value" or item.values in loose or not any(facts.is_leaf(value) for value in item.values):
             continue
         leaves = [value for value in item.values if facts.is_leaf(value)]
         if len(set(leaves)) < len(leaves):
             reasons[f"{leaf_list(leaves, names)} shared by several blocks but not all: not stored stacked, gathered in every step"] = None
-        elif len(leaves) == len(item.values):
-            reasons[f"{leaf_list(leaves, names)} differ in sharding spec: not stored stacked, stacked anew in every step"] = None
         else:
             reasons[f"{leaf_list(leaves, names)} share their part with computed values: not stored stacked"] = None

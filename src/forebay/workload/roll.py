@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from forebay.errors import InputError
-from forebay.workload.flat import Program, flatten
+from forebay.workload.flat import Program, as_open, consts_of, flatten
 from forebay.workload.loop import Repeat, Stacked, Storage, schedule, storage_of
 
 Values = dict[int, Any]
@@ -34,18 +33,29 @@ def roll(jaxpr: Any, repeats: Sequence[Repeat]) -> tuple[Callable[[Sequence[Any]
     ``stored`` has one entry per slot of the ``Storage``: a group's leaves stacked as ``[count, ...]``, or the input itself. Outputs are
     the jaxpr's, in order. Raises InputError where the number of stored arguments is wrong.
     """
+    if not repeats:
+        return _as_written(jaxpr)
     program = flatten(jaxpr)
     storage = storage_of(program.inputs, repeats)
     steps = _steps(program, repeats)
 
     def rolled(stored: Sequence[Any]) -> list[Any]:
-        if len(stored) != len(storage.slots):
-            raise InputError(f"the rolled program takes {len(storage.slots)} stored arguments, {len(stored)} were given")
+        storage.require(stored)
         values: Values = dict(program.constants)
         values.update({(slot if len(slot) > 1 else slot[0]): value for slot, value in zip(storage.slots, stored, strict=True)})
         for step in steps:
             step(values)
         return [_read(program, values, value) for value in program.outputs]
+
+    return rolled, storage
+
+
+def _as_written(jaxpr: Any) -> tuple[Callable[[Sequence[Any]], list[Any]], Storage]:
+    storage = storage_of(len(as_open(jaxpr).invars), ())
+
+    def rolled(stored: Sequence[Any]) -> list[Any]:
+        storage.require(stored)
+        return jax.core.eval_jaxpr(as_open(jaxpr), consts_of(jaxpr), *stored)
 
     return rolled, storage
 
@@ -66,23 +76,24 @@ def _steps(program: Program, repeats: Sequence[Repeat]) -> list[Step]:
     order = schedule(program, producer, [repeat.equations for repeat in repeats])
     assert order is not None, "repeats that wait for themselves are refused when they are sought"
     needed = set(program.outputs)
+    after = set(needed)  # what is read after the stretch of plain equations that is being collected
     steps: list[Step] = []
     plain: list[int] = []
-    for node in reversed([None, *order]):
+    for node in [*reversed(order), None]:
         if node is not None and node >= 0:
             equation = program.equations[node]
             if equation.source.effects or needed.intersection(equation.outputs):
-                plain.insert(0, node)
+                plain.append(node)
                 needed.update(equation.inputs)
             continue
         if plain:
-            steps.insert(0, _plain_step(program, plain, needed))
+            steps.append(_plain_step(program, plain[::-1], after))
             plain = []
         if node is not None:
-            repeat = repeats[-1 - node]
-            needed.update(_outer_inputs(repeat))
-            steps.insert(0, _loop_step(program, repeat))
-    return steps
+            steps.append(_loop_step(program, repeats[-1 - node]))
+            needed.update(_outer_inputs(repeats[-1 - node]))
+            after = set(needed)
+    return steps[::-1]
 
 
 def _outer_inputs(repeat: Repeat) -> set[int]:
@@ -132,8 +143,14 @@ def _loop_step(program: Program, repeat: Repeat) -> Step:
 def _last_results(program: Program, repeat: Repeat) -> tuple[dict[tuple[int, int], int], list[tuple[int, int]]]:
     """Results of the last block alone: carried if zeros can stand for them (not PRNG keys), else collected with the others."""
     made = {place: _made(program, repeat, 0, place) for place in repeat.last}
-    plain = {p: v for p, v in made.items() if not jax.dtypes.issubdtype(program.avals[v].dtype, jax.dtypes.extended)}
+    plain = {place: value for place, value in made.items() if _has_zeros(program.avals[value])}
     return plain, [*repeat.collected, *(place for place in repeat.last if place not in plain)]
+
+
+def _has_zeros(aval: Any) -> bool:
+    """Whether plain zeros have this type: not for PRNG keys, nor for types that carry a sharding."""
+    meshless = getattr(getattr(aval.sharding, "mesh", None), "empty", True)
+    return meshless and not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
 def _made(program: Program, repeat: Repeat, block: int, place: tuple[int, int]) -> int:
@@ -154,7 +171,7 @@ def _body(program: Program, repeat: Repeat) -> Callable[[list, list, list], list
 
 
 def _by_part(program: Program, repeat: Repeat) -> tuple[Program, list[int]]:
-    """Block 0 with one fresh number per part: in block 0 a value may play two parts (it starts two carries, or a carry and an invariant)."""
+    """Block 0 with one fresh number per part: there a value may play two parts (it starts two carries, or is also an invariant)."""
     keys = [*((carry.start, carry.update) for carry in repeat.carry), *repeat.invariants, *(item.values for item in repeat.stacked)]
     fresh = {key: len(program.avals) + number for number, key in enumerate(keys)}
     firsts = [carry.start for carry in repeat.carry] + list(repeat.invariants) + [item.values[0] for item in repeat.stacked]

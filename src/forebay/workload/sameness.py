@@ -8,7 +8,8 @@ and closure; a custom derivative compares by what it *does*, the jaxpr of its jv
     key(equation) = (primitive, types, parameters without positions, effects, context)      detail(equation) = the positions of a slice
 
 A slice's start is left out of its key: ``keys[i]`` and ``stack[i]`` with a Python ``i`` are the same part of every block.
-Known limits: objects without value equality compare by identity, which may refuse a repetition and never invents one.
+Known limits: derivative rules are compared as first derivatives;
+objects without value equality compare by identity, which may refuse a repetition and never invents one.
 """
 
 import functools
@@ -33,8 +34,10 @@ class Sameness:
 
     def __init__(self) -> None:
         self._interned: dict[Hashable, int] = {}
-        self._jaxprs: dict[int, tuple[Any, Hashable]] = {}
+        self._jaxprs: dict[tuple[int, bool], tuple[Any, Hashable]] = {}
         self._rules: dict[int, tuple[Any, Hashable]] = {}
+        self._in_rule = False
+        self._open_functions: set[int] = set()
 
     def key(self, equation: Equation) -> int:
         """One integer per computation: equal for equations that do the same to operands of the same types."""
@@ -100,16 +103,19 @@ class Sameness:
 
     def _function(self, function: types.FunctionType) -> Hashable:
         cells = function.__closure__ or ()
-        if any(_is_empty(cell) or cell.cell_contents is function for cell in cells):
-            return ("object", id(function))
+        if id(function) in self._open_functions or any(_is_empty(cell) for cell in cells):
+            return ("object", id(function))  # functions that hold one another equal only themselves
+        self._open_functions.add(id(function))
         held = tuple(self.value(cell.cell_contents) for cell in cells)
         defaults = (self.value(function.__defaults__), self.value(function.__kwdefaults__))
+        self._open_functions.discard(id(function))
         return ("function", function.__module__, function.__code__, held, defaults)
 
     def _jaxpr(self, jaxpr: Any) -> Hashable:
-        if id(jaxpr) not in self._jaxprs:
-            self._jaxprs[id(jaxpr)] = (jaxpr, self._intern(self._canonical(as_open(jaxpr), consts_of(jaxpr))))
-        return self._jaxprs[id(jaxpr)][1]
+        memo = (id(jaxpr), self._in_rule)
+        if memo not in self._jaxprs:
+            self._jaxprs[memo] = (jaxpr, self._intern(self._canonical(as_open(jaxpr), consts_of(jaxpr))))
+        return self._jaxprs[memo][1]
 
     def _canonical(self, jaxpr: core.Jaxpr, consts: Any) -> Hashable:
         numbers: dict[Any, int] = {}
@@ -134,11 +140,12 @@ class Sameness:
 
     def _program(self, program: Any) -> Hashable:
         """A checkpointed body, its literals compared by type only (their values are hidden operands)."""
-        if id(program) not in self._jaxprs:
+        memo = (id(program), self._in_rule)
+        if memo not in self._jaxprs:
             body = tuple((equation.inputs, equation.outputs, self._exact(equation)) for equation in program.equations)
             literals = tuple((value, aval_key(literal.aval)) for value, literal in program.literals.items())
-            self._jaxprs[id(program)] = (program, self._intern((program.inputs, literals, body, program.outputs)))
-        return self._jaxprs[id(program)][1]
+            self._jaxprs[memo] = (program, self._intern((program.inputs, literals, body, program.outputs)))
+        return self._jaxprs[memo][1]
 
     def _exact(self, equation: Equation) -> Hashable:
         """Inside a checkpointed body nothing is soft: a slice has its position, a nested checkpoint its literals."""
@@ -147,9 +154,17 @@ class Sameness:
         return (source.primitive, types_out, self._mapping(source.params, source), _effects(source), _context(source))
 
     def _rule(self, source: core.JaxprEqn) -> Hashable:
+        # A rule often calls its own function again (relu's does), which would trace for ever. Inside a rule only values matter, and they
+        # come from the call's own body: further rules would count in second derivatives alone.
+        if self._in_rule:
+            return None
         thunk = source.params.get("jvp_jaxpr_fun", source.params.get("fwd_jaxpr_thunk"))
         if id(thunk) not in self._rules:
-            self._rules[id(thunk)] = (thunk, self._traced_rule(source))
+            self._in_rule = True
+            try:
+                self._rules[id(thunk)] = (thunk, self._traced_rule(source))
+            finally:
+                self._in_rule = False
         return self._rules[id(thunk)][1]
 
     def _traced_rule(self, source: core.JaxprEqn) -> Hashable:
@@ -158,7 +173,7 @@ class Sameness:
         try:
             with source.ctx.manager:
                 traced = jax.make_jaxpr(trace(source))(*operands)
-        except Exception:  # noqa: BLE001 - a rule is the user's code and may raise anything; then it equals only itself
+        except Exception:  # a rule is the user's code and may raise anything; then it equals only itself
             return ("object", id(source))
         return self._jaxpr(traced)
 

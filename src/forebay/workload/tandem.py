@@ -100,10 +100,14 @@ def _useful(facts: Facts) -> np.ndarray:
 
 
 def offsets(facts: Facts, order: np.ndarray, run: Run) -> list[int]:
-    """Where the blocks of a run may begin, the cut that carries the fewest bytes first."""
+    """Where the blocks of a run may begin: the cut that carries the fewest bytes first; of equal cuts, one before a contraction.
+
+    A chain carries the same at every cut. Beginning with the contraction keeps a layer's weight, bias and activation together, where a
+    first layer of another width would otherwise lend its bias to the loop.
+    """
     spare = run.length - run.covered
     bytes_at = {offset: _carried_bytes(facts, run.blocks(order, offset)) for offset in range(spare + 1)}
-    return sorted(bytes_at, key=lambda offset: (bytes_at[offset], offset))
+    return sorted(bytes_at, key=lambda offset: (bytes_at[offset], not facts.heavy[order[run.start + offset]], offset))
 
 
 def _carried_bytes(facts: Facts, blocks: np.ndarray) -> int:
