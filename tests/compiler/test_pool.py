@@ -135,7 +135,7 @@ from test_pool import ARGS, slow
 def die(worker, *limits):
     while pool._MARKER not in worker.log.read_text():
         time.sleep(0.01)
-    print(worker.process.pid, flush=True)
+    print(worker.process.pid, worker.folder, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 pool.Worker._wait = die
@@ -146,7 +146,9 @@ judge(slow, ARGS, Hardware.named("h100-sxm:8"), cache=False)
         [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, timeout=120
     )
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
-    worker, deadline = int(done.stdout), time.monotonic() + 30
+    pid, folder = done.stdout.split()
+    worker, deadline = int(pid), time.monotonic() + 30
     while is_running(worker) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not is_running(worker)
+    assert not Path(folder).exists()

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from forebay.compiler import outcome as kinds
 from forebay.compiler.outcome import Outcome
+from forebay.compiler.worker import FOLDER_PREFIX
 from forebay.errors import CompilerError
 from forebay.units import show_bytes
 
@@ -43,13 +44,13 @@ class Worker:
 
     def __init__(self, devices: int):
         self.idle_since = 0.0
-        self.folder = Path(tempfile.mkdtemp(prefix="forebay-compile-"))
+        self.folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
         self.log = self.folder / "stderr"
         source = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "forebay.compiler.worker", str(devices)],
+                [sys.executable, "-m", "forebay.compiler.worker", str(devices), str(self.folder)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=self.folder, start_new_session=True,
                 # set here too: the CUDA plugin and libtpu may read their environment while python starts
                 env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},

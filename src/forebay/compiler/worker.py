@@ -1,18 +1,20 @@
-"""The worker process: ``python -m forebay.compiler.worker VIRTUAL_CPU_DEVICES``. It reads one request a line and compiles it.
+"""The worker process: ``python -m forebay.compiler.worker VIRTUAL_CPU_DEVICES FOLDER``. It reads one request a line and compiles it.
 
 In: JSON with the path of the StableHLO bytecode, the target and the options. Out: one line of JSON on the first standard output; what
-XLA prints goes to standard error. It ends when its parent does, and after ``IDLE_SECONDS`` without a request.
+XLA prints goes to standard error. It ends, and removes FOLDER, when its parent does; it ends after ``IDLE_SECONDS`` without a request.
 """
 
 import gzip
 import json
 import os
 import queue
+import shutil
 import sys
 import threading
 import time
 
 IDLE_SECONDS = 900
+FOLDER_PREFIX = "forebay-compile-"
 _SETTINGS = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 _DROPPED = ("LIBTPU_INIT_ARGS", "TF_CPP_MIN_LOG_LEVEL", "TF_CPP_VMODULE")
 XLA_FLAGS = "--xla_gpu_autotune_level=0"  # tuning would need the GPU itself
@@ -26,15 +28,15 @@ def set_environment(devices: int) -> None:
     os.environ.update(_SETTINGS, XLA_FLAGS=f"{XLA_FLAGS} --xla_force_host_platform_device_count={devices}")
 
 
-def main(devices: int) -> None:
+def main(devices: int, folder: str) -> None:
     """Serve requests until standard input closes."""
     parent = os.getppid()
     channel = os.dup(1)
     os.dup2(2, 1)  # whatever XLA prints must not stand among the replies
     set_environment(devices)
     requests: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
-    threading.Thread(target=_follow_parent, args=(parent,), daemon=True).start()
+    threading.Thread(target=_read_requests, args=(requests, folder), daemon=True).start()
+    threading.Thread(target=_follow_parent, args=(parent, folder), daemon=True).start()
     import forebay.compiler.jaxcompat  # noqa: F401  before the first request, while the parent is still lowering
 
     while True:
@@ -45,16 +47,22 @@ def main(devices: int) -> None:
         os.write(channel, (json.dumps(serve(json.loads(request))) + "\n").encode())
 
 
-def _read_requests(requests: queue.SimpleQueue) -> None:
+def _read_requests(requests: queue.SimpleQueue, folder: str) -> None:
     for line in sys.stdin:
         requests.put(line)
-    os._exit(0)  # the parent is gone or has closed the pipe; a compile in progress is of no use to anyone
+    _end(folder)  # the parent is gone or has closed the pipe; a compile in progress is of no use to anyone
 
 
-def _follow_parent(parent: int) -> None:
+def _follow_parent(parent: int, folder: str) -> None:
     # a child that the parent forked may hold the pipe open after the parent's death, so the pipe alone is not enough
     while os.getppid() == parent:
         time.sleep(1)
+    _end(folder)
+
+
+def _end(folder: str) -> None:
+    if os.path.basename(folder).startswith(FOLDER_PREFIX):  # nothing else is ours to remove
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
@@ -88,4 +96,4 @@ def serve(request: dict) -> dict:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])
