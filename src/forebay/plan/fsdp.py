@@ -15,12 +15,16 @@ REPLICATED_BELOW = 2**16  # elements: a norm's scale costs more to gather than t
 
 
 def propose_spec(tensor: Tensor, devices: int) -> tuple:
-    """One spec for a parameter, its gradient and its state: the longest axis behind the first that the devices divide."""
+    """One spec for a parameter, its gradient and its state: the first axis behind axis 0 that the devices divide, else axis 0.
+
+    Of a stack of matrices [L, in, out] that is the input axis: splitting the output axis makes XLA keep a transposed copy of
+    the gradient (1.86 GiB more on Llama-3.1-8B over 8 GPUs, compiled).
+    """
     shape = tensor.shape
     if devices == 1 or math.prod(shape) < REPLICATED_BELOW:
         return (None,) * len(shape)
     behind = [k for k in range(1, len(shape)) if shape[k] % devices == 0]
-    best = max(behind, key=lambda k: shape[k], default=0 if shape and shape[0] % devices == 0 else None)
+    best = behind[0] if behind else 0 if shape and shape[0] % devices == 0 else None
     return tuple(AXIS if k == best else None for k in range(len(shape)))
 
 

@@ -43,28 +43,30 @@ class Job:
     combine: tuple[Callable, ...] = ()
 
 
-def run(jobs: list[Job], arrays: dict[Any, Any], size: int, count: int, rest: int) -> list[list[Any]]:
-    """Stream ``count`` slices of ``size`` positions, then ``rest`` positions, through all jobs; ``arrays`` is updated in place.
+def run(jobs: list[Job], arrays: dict[Any, Any], size: int, count: int, rest: int, into: dict[Any, Any] | None = None) -> list[list[Any]]:
+    """Stream ``count`` slices of ``size`` positions, then ``rest`` positions, of ``arrays`` through all jobs.
 
-    Returns the sums of each job over all slices.
+    The new arrays are put into ``into``. Returns the sums of each job over all slices.
     """
     slots = list(dict.fromkeys(p.slot for job in jobs for p in job.writes))
 
     def body(i, carry):
         table = arrays | dict(zip(slots, carry[0], strict=True))
-        sums = _visit(jobs, table, carry[1], i * size if size > 1 else i, size)
+        sums = visit(jobs, table, carry[1], i * size if size > 1 else i, size)
         return [table[s] for s in slots], sums
 
     start = [arrays[s] for s in slots], [list(job.sums) for job in jobs]
     buffers, sums = lax.fori_loop(0, count, body, start)
-    arrays.update(zip(slots, buffers, strict=True))
+    table = arrays | dict(zip(slots, buffers, strict=True))
     if rest:
-        sums = _visit(jobs, arrays, sums, count * size, rest)
+        sums = visit(jobs, table, sums, count * size, rest)
+    if into is not None:
+        into.update((s, table[s]) for s in slots)
     return sums
 
 
-def _visit(jobs: list[Job], table: dict[Any, Any], sums: list[list[Any]], start, size: int) -> list[list[Any]]:
-    """One iteration: every job on its slice at ``start``, the next job's reads ordered behind this one's update."""
+def visit(jobs: list[Job], table: dict[Any, Any], sums: list[list[Any]], start, size: int) -> list[list[Any]]:
+    """One iteration: every job on its slice at ``start``, the next job's reads ordered behind this one's update. ``table`` is changed."""
     out = []
     after = start
     ahead = _fetch(jobs[0], table, start, size)

@@ -274,3 +274,33 @@ def _try(update, component, axis, size):
             if old != new and update.outvar(kind, k) is not update.invar(kind, k):
                 raise slicing.NotSeparable(f"{kind} leaf {k} would come out on another axis")
     return Sliced(size=size, axis=axis, reductions=frozenset(reductions))
+
+
+def outside(update: Update, sliced: Sliced, wanted) -> list[Any]:
+    """Variables that slices of ``wanted`` read and that are not streamed themselves."""
+    return _walk(update, sliced, wanted)[2]
+
+
+def slice_equations(update: Update, sliced: Sliced, wanted) -> tuple[list[int], list[Any]]:
+    """Equations to evaluate on a slice, in order, and the streamed inputs that they read, for slices of ``wanted``."""
+    order, inputs, _ = _walk(update, sliced, wanted)
+    return order, inputs
+
+
+def _walk(update: Update, sliced: Sliced, wanted):
+    eqns = update.jaxpr.jaxpr.eqns
+    made = {v: i for i, e in enumerate(eqns) for v in e.outvars}
+    stack, seen, order, inputs, found = [v for v in wanted if not jaxprs.is_literal(v)], set(), set(), [], []
+    while stack:
+        v = stack.pop()
+        if v in seen:
+            continue
+        seen.add(v)
+        if sliced.axis.get(v) is None:
+            found.append(v)
+        elif v in made:
+            order.add(made[v])
+            stack.extend(u for u in eqns[made[v]].invars if not jaxprs.is_literal(u))
+        else:
+            inputs.append(v)
+    return sorted(order), inputs, found

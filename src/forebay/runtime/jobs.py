@@ -1,0 +1,212 @@
+"""Jobs: what a family of the update does to one slice, ready for the streaming loop.
+
+A job reads the slices of its arrays, evaluates the family's own equations on them (``workload.slicing`` for a slice of a
+user's leaf, the layer's program itself for a stack), and gives the slices to write back and, if asked, partial sums.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from forebay.plan.streams import Stream
+from forebay.runtime import streaming
+from forebay.runtime.streaming import Job, Port
+from forebay.runtime.values import Values
+from forebay.workload import jaxprs, slicing
+from forebay.workload.families import Family, Item
+from forebay.workload.update import outside, slice_equations
+
+
+def targets(family: Family) -> list[tuple[str, int]]:
+    """The slots that a family replaces: parameters, then state."""
+    return [("params", p) for p in family.params] + [("state", j) for j in family.state]
+
+
+def leaves(family: Family) -> list[tuple[str, int]]:
+    """The leaves of the user's trees that the first item of a family replaces."""
+    component = family.items[0].component
+    return [("params", k) for k in component.params] + [("state", k) for k in component.state]
+
+
+def ports(values: Values, sliced, variables) -> tuple[Port, ...]:
+    slots = [values.where[v][0] for v in variables]
+    return tuple(Port(slot=s, axis=sliced.axis[v], host=values.host[s]) for s, v in zip(slots, variables, strict=True))
+
+
+def final_job(values: Values, family: Family, stream: Stream) -> tuple[Job, list[Any]]:
+    """The job that replaces a streamed family's arrays, and the variables that it sums on the way, since nothing needs them earlier."""
+    if family.kind == "stack":
+        return item_job(values, family)
+    late = late_sums(values, family, stream)
+    return slice_job(values, family, stream, late, write=True), late
+
+
+def late_sums(values: Values, family: Family, stream: Stream) -> list[Any]:
+    """Exported sums over host arrays that the update itself does not need: taken in the same pass."""
+    f = values.work.families.index(family)
+    outs = [v for leaf in leaves(family) if not jaxprs.is_literal(v := values.update.outvar(*leaf))]
+    values.whole(outside(values.update, stream.sliced, outs))
+    exported = set(family.items[0].exports)
+    sums = [values.equations[i].outvars[0] for i in sorted(stream.sliced.reductions)]
+    return [v for v in sums if v not in values.env and v in exported and values.reads_host(f, values.equations[values.made[v]].invars)]
+
+
+def streams(values: Values, sliced, kind: str, k: int) -> bool:
+    """Whether a leaf is replaced slice by slice."""
+    old, new = values.update.invar(kind, k), values.update.outvar(kind, k)
+    return new is not old and not jaxprs.is_literal(new) and sliced.axis.get(new) is not None
+
+
+def slice_job(values: Values, family: Family, stream: Stream, sums: list[Any], write: bool) -> Job:
+    """A job on slices of a user's leaf: writes its new value if ``write``, and sums ``sums`` over the slices."""
+    sliced, eqns = stream.sliced, values.equations
+    changed = [leaf for leaf in leaves(family) if streams(values, sliced, *leaf)] if write else []
+    outs = [values.update.outvar(*leaf) for leaf in changed]
+    partial_of = [eqns[values.made[v]] for v in sums]
+    starts = [v for e in partial_of for v in e.invars if not jaxprs.is_literal(v)]
+    values.whole(outside(values.update, sliced, [*outs, *starts]))
+    order, inputs = slice_equations(values.update, sliced, [*outs, *starts])
+    inputs = sorted(inputs, key=list(values.where).index)
+    known = values.env
+
+    def compute(start, size, slices):
+        env = dict(zip(inputs, slices, strict=True))
+        window = slicing.Window(start, size, sliced.size)
+        for i in [*order, *(values.made[v] for v in sums)]:
+            axes = [None if jaxprs.is_literal(v) else sliced.axis.get(v) for v in eqns[i].invars]
+            given = [v.val if jaxprs.is_literal(v) else env[v] if v in env else known[v] for v in eqns[i].invars]
+            where = slicing.out_axes(eqns[i], axes)
+            env.update(zip(eqns[i].outvars, slicing.bind(eqns[i], given, axes, where, window), strict=True))
+        return [env[v] for v in outs], [env[v] for v in sums]
+
+    names = [e.primitive.name for e in partial_of]
+    return Job(
+        reads=ports(values, sliced, inputs),
+        writes=ports(values, sliced, [values.update.invar(*leaf) for leaf in changed]),
+        compute=compute,
+        sums=tuple(identity(name, v.aval) for name, v in zip(names, sums, strict=True)),
+        combine=tuple(slicing.REDUCTIONS[n] for n in names),
+    )
+
+
+def item_job(values: Values, family: Family) -> tuple[Job, list[Any]]:
+    """A job on the layers of a stack, with the layer's own program. It collects its exports, one vector over layers each."""
+    first, n = family.items[0], len(family.items)
+    shared, axes = imports(values, family, first.imports)
+    slots = [values.where[v][0] for v in values.update.inputs(first.component)]
+    changed = targets(family)
+    late = [k for k, v in enumerate(first.exports) if v not in values.env]
+
+    def compute(start, size, slices):
+        given = [v if a is None else lax.dynamic_index_in_dim(v, start, 0, keepdims=False) for v, a in zip(shared, axes, strict=True)]
+        outs = jaxprs.evaluate(first.jaxpr, [*(s[0] for s in slices), *given])
+        exports = [spread(outs[len(changed) + k], start, n) for k in late]
+        return [o[None] for o in outs[: len(changed)]], exports
+
+    port = lambda s: Port(slot=s, axis=0, host=values.host[s])  # noqa: E731
+    zeros = tuple(jnp.zeros((n, *first.exports[k].aval.shape), first.exports[k].aval.dtype) for k in late)
+    job = Job(reads=tuple(map(port, slots)), writes=tuple(map(port, changed)), compute=compute, sums=zeros, combine=(lax.add,) * len(late))
+    return job, [tuple(item.exports[k] for item in family.items) for k in late]
+
+
+def record(values: Values, variables: list[Any], totals: list[Any]) -> None:
+    """Put the sums of a job into ``env``: one variable each, or one variable per layer for a vector over layers."""
+    for v, total in zip(variables, totals, strict=True):
+        if isinstance(v, tuple):
+            values.env.update((one, total[i]) for i, one in enumerate(v))
+        else:
+            values.env[v] = total
+
+
+def spread(value, at, n: int):
+    """A vector of ``n`` that is ``value`` at position ``at`` and zero elsewhere."""
+    return lax.dynamic_update_index_in_dim(jnp.zeros((n, *value.shape), value.dtype), value, at, 0)
+
+
+def imports(values: Values, family: Family, needs) -> tuple[list[Any], list[int | None]]:
+    """Shared values that a stack's program reads; axis 0 where each layer has its own (stacked here), else None."""
+    found, axes = [], []
+    for k, v in enumerate(family.items[0].imports):
+        if v not in needs:
+            continue
+        each = [item.imports[k] for item in family.items]
+        whole = values.whole(each)
+        same = all(u is v for u in each)
+        found.append(whole[0] if same else jnp.stack(whole))
+        axes.append(None if same else 0)
+    return found, axes
+
+
+def sum_pass(values: Values, f: int, variables: list[Any]) -> None:
+    """Put sums (or a stack's exports) of family ``f`` into ``env``, without changing any array."""
+    family, stream = values.work.families[f], values.plan.streams[f]
+    if family.kind == "stack":
+        _stack_exports(values, family, variables)
+        return
+    job = slice_job(values, family, stream, variables, write=False)
+    [sums] = streaming.run([job], dict(values.given), stream.size, stream.count, stream.rest)
+    record(values, variables, sums)
+
+
+def _stack_exports(values: Values, family: Family, variables) -> None:
+    first = family.items[0]
+    position = {v: k for item in family.items for k, v in enumerate(item.exports)}
+    wanted = sorted({position[v] for v in variables})
+    results = [first.exports[k] for k in wanted]
+    needs, needed = _part(values, first, results)
+    shared, axes = imports(values, family, needs)
+
+    def one(*args):
+        env = dict(zip(needs, args, strict=True))
+        jaxprs.run_equations([values.equations[i] for i in needed], env)
+        return [env[v] for v in results]
+
+    slots = [values.where[v][0] for v in needs if v in values.where]
+    if any(values.host[s] for s in slots):
+        vectors = _loop_exports(values, family, one, slots, shared, axes, [v.aval for v in results])
+    else:
+        vectors = jax.vmap(one, in_axes=(*([0] * len(slots)), *axes))(*(values.given[s] for s in slots), *shared)
+    record(values, [tuple(item.exports[k] for item in family.items) for k in wanted], vectors)
+
+
+def _loop_exports(values: Values, family, one, slots, shared, axes, avals):
+    n = len(family.items)
+
+    def compute(start, size, slices):
+        given = [v if a is None else v[start] for v, a in zip(shared, axes, strict=True)]
+        return [], [spread(o, start, n) for o in one(*(s[0] for s in slices), *given)]
+
+    zeros = tuple(jnp.zeros((n, *a.shape), a.dtype) for a in avals)
+    reads = tuple(Port(slot=s, axis=0, host=values.host[s]) for s in slots)
+    job = Job(reads=reads, writes=(), compute=compute, sums=zeros, combine=(lax.add,) * len(avals))
+    return streaming.run([job], dict(values.given), 1, n, 0)[0]
+
+
+def _part(values: Values, item: Item, wanted):
+    """Inputs and imports (in order) and equations that some results of an item need."""
+    own = {v: i for i in item.component.equations for v in values.equations[i].outvars}
+    stack, seen, needed = list(wanted), set(), set()
+    while stack:
+        v = stack.pop()
+        if v in seen:
+            continue
+        seen.add(v)
+        if v in own:
+            needed.add(own[v])
+            stack.extend(u for u in values.equations[own[v]].invars if not jaxprs.is_literal(u))
+    return [v for v in [*values.update.inputs(item.component), *item.imports] if v in seen], sorted(needed)
+
+
+def identity(name: str, aval):
+    """The neutral element of a reduction, as an array."""
+    if name in ("reduce_sum", "dot_general", "reduce_or"):
+        return jnp.zeros(aval.shape, aval.dtype)
+    if name in ("reduce_prod", "reduce_and"):
+        return jnp.ones(aval.shape, aval.dtype)
+    lowest = name == "reduce_max"
+    if jnp.issubdtype(aval.dtype, jnp.floating):
+        return jnp.full(aval.shape, -jnp.inf if lowest else jnp.inf, aval.dtype)
+    info = jnp.iinfo(aval.dtype)
+    return jnp.full(aval.shape, info.min if lowest else info.max, aval.dtype)

@@ -1,0 +1,112 @@
+"""Whole values of the update's variables, computed on demand, on the device.
+
+Idea: the traced update is a graph. What is asked for is evaluated from what is known; a sum over an array that stands on
+the host is not evaluated whole but asked of a pass over its slices (``Jobs``), and so is what a stacked family exports.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from forebay.plan import Plan
+from forebay.runtime.streaming import DEVICE
+from forebay.workload import jaxprs
+
+ROLES = {"grads": "gradient", "params": "parameter", "state": "optimizer"}
+
+
+class Values:
+    """The evaluation of one update. ``given``: stored arrays as they came in; ``arrays``: as they are replaced; ``env``: variable to value.
+
+    A slot is ``(kind, k)``: stored array ``k`` of ``grads``, ``params`` or ``state``. ``sums(family, variables)`` is called for
+    variables that only a pass over a family's slices can give, and puts them into ``env``.
+    """
+
+    def __init__(self, plan: Plan, params, opt_state):
+        self.plan, self.work = plan, plan.bound
+        self.update = self.work.update
+        self.equations = self.update.jaxpr.jaxpr.eqns
+        self.given = {("params", p): v for p, v in enumerate(params)} | {("state", j): v for j, v in enumerate(opt_state)}
+        self.arrays = dict(self.given)
+        self.host = {(kind, k): e.placement == "host" for kind, role in ROLES.items() for k, e in enumerate(plan.role(role))}
+        self.env: dict[Any, Any] = dict(zip(self.update.jaxpr.jaxpr.constvars, self.update.jaxpr.consts, strict=True))
+        self.made = {v: i for i, e in enumerate(self.equations) for v in e.outvars}
+        self._fetched: dict[Any, Any] = {}
+        self.sums: Callable[[int, list[Any]], None] | None = None
+        self._index()
+
+    def receive(self, grads: dict[int, Any], loss) -> None:
+        """Gradients of stored parameters (those that were not consumed in the backward pass), and the loss."""
+        self.given.update((("grads", p), g) for p, g in grads.items())
+        self.env[self.update.loss_invar] = loss
+
+    def _index(self):
+        """Where each input variable is stored, and which family owns each component."""
+        self.where: dict[Any, tuple[tuple[str, int], int | None]] = {}
+        for kind, stored in (("grads", self.work.stored), ("params", self.work.stored), ("state", self.work.stored_state)):
+            for slot, s in enumerate(stored):
+                for i, k in enumerate(s.members):
+                    self.where[self.update.invar(kind, k)] = ((kind, slot), i if s.stacked else None)
+        position = {id(c): i for i, c in enumerate(self.update.components)}
+        self.family = {position[id(item.component)]: f for f, family in enumerate(self.work.families) for item in family.items}
+
+    def whole(self, wanted: list[Any]) -> list[Any]:
+        """Values of variables, whole and on the device, computing what they need."""
+        eqns, sums = self._closure([v for v in wanted if not jaxprs.is_literal(v)])
+        for f, variables in sums.items():
+            self.sums(f, variables)
+        for i in sorted(eqns):
+            eqn = self.equations[i]
+            values = [v.val if jaxprs.is_literal(v) else self._input(v) for v in eqn.invars]
+            self.env.update(zip(eqn.outvars, jaxprs.bind(eqn, values), strict=True))
+        return [v.val if jaxprs.is_literal(v) else self._input(v) for v in wanted]
+
+    def _closure(self, wanted):
+        """Equations to evaluate whole, and the variables that must come from passes over families, by family."""
+        eqns: set[int] = set()
+        sums: dict[int, list[Any]] = defaultdict(list)
+        stack, seen = list(wanted), set()
+        while stack:
+            v = stack.pop()
+            if v in seen or v in self.env or v not in self.made:
+                continue
+            seen.add(v)
+            i = self.made[v]
+            f = self.family.get(self.update.owner[i]) if self.update.owner[i] is not None else None
+            if f is not None and self._by_pass(f, i):
+                sums[f].append(v)
+                continue
+            eqns.add(i)
+            stack.extend(u for u in self.equations[i].invars if not jaxprs.is_literal(u))
+        return eqns, sums
+
+    def _by_pass(self, f: int, i: int) -> bool:
+        """Whether equation ``i`` of family ``f`` can be had only by a pass: it sums over slices of an array on the host, or belongs to a stack."""
+        family, stream = self.work.families[f], self.plan.streams[f]
+        if family.kind == "stack":
+            return True
+        return stream.mode == "slices" and i in stream.sliced.reductions and self.reads_host(f, self.equations[i].invars)
+
+    def reads_host(self, f: int, variables) -> bool:
+        stack, seen = [v for v in variables if not jaxprs.is_literal(v)], set()
+        while stack:
+            v = stack.pop()
+            if v in seen or v in self.env:
+                continue
+            seen.add(v)
+            if v in self.where and self.host[self.where[v][0]]:
+                return True
+            i = self.made.get(v)
+            if i is not None and self.family.get(self.update.owner[i]) == f:
+                stack.extend(u for u in self.equations[i].invars if not jaxprs.is_literal(u))
+        return False
+
+    def _input(self, v):
+        if v not in self.env:
+            slot, item = self.where[v]
+            if slot not in self._fetched:
+                self._fetched[slot] = jax.device_put(self.given[slot], DEVICE) if self.host[slot] else self.given[slot]
+            self.env[v] = self._fetched[slot] if item is None else self._fetched[slot][item]
+        return self.env[v]
