@@ -57,11 +57,12 @@ def test_matmul_shape_factors():
         rate.efficiency("fp64", 4096)
 
 
-def test_memory_bound_work_is_bytes_over_rate_with_a_floor():
+def test_memory_bound_work_is_a_ramp_and_bytes_over_rate():
     here = costs("h100-sxm:8")
     big = Work(name="w", kind="memory", opcode="fusion", traffic=Traffic(hbm_read=2e9, hbm_written=1e9))
-    assert here.compute_seconds(big) == pytest.approx(3e9 / (3.35232e12 * here.constants.memory_efficiency))
-    assert here.compute_seconds(Work(name="w", kind="memory", opcode="fusion")) == here.constants.kernel_floor_seconds
+    ramp = here.constants.kernel_ramp_seconds
+    assert here.compute_seconds(big) == pytest.approx(ramp + 3e9 / (3.35232e12 * here.constants.memory_efficiency))
+    assert here.compute_seconds(Work(name="w", kind="memory", opcode="fusion")) == ramp
 
 
 def test_groups_that_fill_nodes_drive_every_port_of_the_node():

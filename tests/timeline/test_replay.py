@@ -20,7 +20,7 @@ pytestmark = pytest.mark.oldest
 
 H100 = Hardware.named("h100-sxm:1")
 PLAIN = dataclasses.replace(
-    constants_of("h100-sxm", "nvidia"), gap_seconds=0.0, kernel_floor_seconds=0.0, beside_collective=0.0, beside_host_per_hbm_share=0.0,
+    constants_of("h100-sxm", "nvidia"), gap_seconds=0.0, kernel_ramp_seconds=0.0, beside_collective=0.0, beside_host_per_hbm_share=0.0,
     beside_device_copy=0.0, host_latency_seconds=0.0,
 )  # fmt: skip
 LINK = 51e9

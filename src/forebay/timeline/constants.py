@@ -44,7 +44,7 @@ class Constants:
     attention_backward: float
     attention_short_queries: float
     memory_efficiency: float
-    kernel_floor_seconds: float
+    kernel_ramp_seconds: float
     gap_seconds: float
     link_efficiency: float
     network_efficiency: float
@@ -112,7 +112,7 @@ def constants_of(chip: str, vendor: str) -> Constants:
         attention_backward=attention["backward"],
         attention_short_queries=attention["short_queries"],
         memory_efficiency=memory["efficiency"],
-        kernel_floor_seconds=memory["kernel_floor_seconds"],
+        kernel_ramp_seconds=memory["kernel_ramp_seconds"],
         gap_seconds=memory["gap_seconds"],
         link_efficiency=collective["link_efficiency"],
         network_efficiency=collective["network_efficiency"],

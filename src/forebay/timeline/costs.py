@@ -53,8 +53,8 @@ class Costs:
         return Cost(lane=lane, seconds=self.compute_seconds(work), bytes=work.traffic.hbm_bytes)
 
     def memory_seconds(self, hbm_bytes: float) -> float:
-        """Seconds to move bytes through HBM, a kernel's floor at least."""
-        return max(hbm_bytes / self.hbm_rate, self.constants.kernel_floor_seconds)
+        """Seconds of a kernel that moves bytes through HBM: the time it takes to fill and drain the chip, then the bytes."""
+        return self.constants.kernel_ramp_seconds + hbm_bytes / self.hbm_rate
 
     def compute_seconds(self, work: Work) -> float:
         """The roofline of a kernel, host memory included where it reads that directly."""
