@@ -71,8 +71,9 @@ def _params(program: Program, mesh: AbstractMesh):
     c = preset(program.model)
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     layer = {
-        "attn_norm": ((c.model,), None), "wq": ((c.model, q), 0), "wk": ((c.model, kv), 0), "wv": ((c.model, kv), 0), "wo": ((q, c.model), 1),
-        "mlp_norm": ((c.model,), None), "w_gate": ((c.model, c.mlp), 0), "w_up": ((c.model, c.mlp), 0), "w_down": ((c.mlp, c.model), 1),
+        "attn_norm": ((c.model,), None), "mlp_norm": ((c.model,), None), "wq": ((c.model, q), 0), "wk": ((c.model, kv), 0),
+        "wv": ((c.model, kv), 0), "wo": ((q, c.model), 1), "w_gate": ((c.model, c.mlp), 0), "w_up": ((c.model, c.mlp), 0),
+        "w_down": ((c.mlp, c.model), 1),
     }  # fmt: skip
     if program.fp8:
         layer["scale"] = ((), None)
