@@ -51,13 +51,14 @@ def test_tpu_copies_into_vector_memory_move_hbm_once(module):
 
 
 @pytest.mark.parametrize("wrapped", ["kCustom", "kLoop"])
-def test_host_slices_of_both_compilers(module, wrapped):
-    callee = """
-        %wrapped (p0: f32[8,64], p1: s32[]) -> f32[1,64] {
-          %p0 = f32[8,64]{1,0:S(5)} parameter(0)
+@pytest.mark.parametrize("annotation", ['"dynamic_slice_config":{"byte_offset":"0","byte_stride":"256"}', '"operation_queue_id":"0"'])
+def test_host_slices_of_both_compilers(module, wrapped, annotation):
+    callee = f"""
+        %wrapped (p0: f32[8,64], p1: s32[]) -> f32[1,64] {{
+          %p0 = f32[8,64]{{1,0:S(5)}} parameter(0)
           %p1 = s32[] parameter(1)
-          ROOT %s = f32[1,64]{1,0} dynamic-slice(%p0, %p1, %p1), dynamic_slice_sizes={1,64}
-        }"""
+          ROOT %s = f32[1,64]{{1,0}} dynamic-slice(%p0, %p1, %p1), dynamic_slice_sizes={{1,64}}, backend_config={{{annotation}}}
+        }}"""
     text = module(
         "%a = f32[8,64]{1,0:S(5)} parameter(0)\n%i = s32[] parameter(1)\n"
         f"%s = ((f32[8,64]{{1,0:S(5)}}, s32[]), f32[1,64]{{1,0}}, u32[]) fusion-start(%a, %i), kind={wrapped}, calls=%wrapped\n"
@@ -66,6 +67,7 @@ def test_host_slices_of_both_compilers(module, wrapped):
     )
     start = next(w for w in works(text) if w.opcode == "fusion-start")
     assert (start.kind, start.asynchronous, start.traffic.host_read) == ("host_copy", True, 256)
+    assert start.by_kernel == ("dynamic_slice_config" not in annotation), "without its offsets the slice is a kernel over the link"
 
 
 def test_is_sync_starts_do_not_overlap(module):

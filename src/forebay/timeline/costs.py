@@ -134,12 +134,11 @@ class Costs:
         return Cost(lane="collective", seconds=latency + sent / rate, bytes=sent, domain=fabric.name)
 
     def host_copy(self, work: Work) -> Cost:
-        """A copy over the host link, alone. Host to host crosses it twice."""
+        """A copy over the host link, alone. Host to host crosses it twice; kernels drive the link less well than the copy engine."""
         traffic = work.traffic
         read, written = traffic.host_read, traffic.host_written
-        seconds = self.constants.host_latency_seconds
-        seconds += self._host_seconds("to_device", read) if read else 0.0
-        seconds += self._host_seconds("to_host", written) if written else 0.0
+        seconds = self._host_seconds("to_device", read) + self._host_seconds("to_host", written)
+        seconds = self.constants.host_latency_seconds + seconds / (self.constants.host_kernel_efficiency if work.by_kernel else 1.0)
         return Cost(lane="to_host" if written else "to_device", seconds=seconds, bytes=read + written)
 
     def _host_seconds(self, direction: str, count: float) -> float:

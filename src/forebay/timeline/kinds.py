@@ -127,8 +127,16 @@ def _start(instruction: Instruction, inside: Computation, module: Module) -> Wor
             )  # fmt: skip
         return _unknown(instruction, inside, "an asynchronous call of several instructions", asynchronous=True)
     if base in ("copy", "fusion") or base in _COPIES:
-        return _moved(instruction, _start_traffic(base, instruction, inside, module), asynchronous=True)
+        traffic, by_kernel = _start_traffic(base, instruction, inside, module), _by_kernel(base, instruction, module)
+        return _moved(instruction, traffic, asynchronous=True, by_kernel=by_kernel)
     return _unknown(instruction, inside, f"asynchronous opcode {instruction.opcode!r}", asynchronous=True)
+
+
+def _by_kernel(base: str, instruction: Instruction, module: Module) -> bool:
+    """XLA:GPU does a dynamic slice in a fusion by copy engine only where the slice is annotated with its offsets; else it is a kernel."""
+    fused = module.computations[instruction.callees[0]].instructions if base == "fusion" else ()
+    slices = [i for i in fused if i.opcode in ("dynamic-slice", "dynamic-update-slice")]
+    return any("dynamic_slice_config" not in i.attributes.get("backend_config", "") for i in slices)
 
 
 def _start_traffic(base: str, instruction: Instruction, inside: Computation, module: Module) -> Traffic:
@@ -148,9 +156,9 @@ def _async_result(base: str, shape: Shape) -> Shape:
     return shape.elements[0] if base == "copy" else shape.elements[1]
 
 
-def _moved(instruction: Instruction, traffic: Traffic, *, asynchronous: bool) -> Work:
+def _moved(instruction: Instruction, traffic: Traffic, *, asynchronous: bool, by_kernel: bool = False) -> Work:
     kind = "host_copy" if traffic.host_bytes else "device_copy" if asynchronous else "memory"
-    return _named(instruction, kind, traffic=traffic, asynchronous=asynchronous)
+    return _named(instruction, kind, traffic=traffic, asynchronous=asynchronous, by_kernel=by_kernel)
 
 
 def _plain(instruction: Instruction, inside: Computation, module: Module) -> Work:

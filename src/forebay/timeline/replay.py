@@ -140,6 +140,8 @@ class Replay:
         if work.kind == "unknown":
             self._add(("unknown", work.why_unknown), cost.seconds)
             self._add(("unknown count", work.why_unknown), 1)
+        if work.by_kernel and work.kind == "host_copy":
+            self.notes.add("some host slices are copied by kernels, not by the copy engine: slower, and they take cores")
         if work.kind in ("host_copy", "collective"):
             self._add((work.kind, work.name, "bytes"), cost.bytes)
             self._add((work.kind, work.name, "count"), 1)

@@ -72,6 +72,8 @@ class Work:
     product: Product | None = None
     collective: Collective | None = None
     asynchronous: bool = False
+    by_kernel: bool = False
+    """A host copy done by the chip's cores instead of its copy engine."""
     awaits: str = ""
     callees: tuple[str, ...] = ()
     trip_count: int | None = None
