@@ -56,7 +56,7 @@ def _title(record: Mapping) -> str:
     sizes += [f"sequences of {work['sequence_length']}" if work.get("sequence_length") else ""]
     machine = f"{hardware['name']} ({hardware['devices']} devices)" if hardware else "one device"
     what = ", ".join(size for size in sizes if size)
-    return f"{work.get('model') or 'model'} on {machine}: {said}\n{what}; sizes below are per device"
+    return f"{work.get('model') or 'model'} on {machine}: {said}\n{what}; sizes are per device"
 
 
 def _table_of_roles(entries: Iterable[Mapping]) -> str:
