@@ -125,3 +125,20 @@ def _activation_bytes(work, tensor: Tensor, mesh) -> int:
         return tensor.bytes
     spec = _spec(work, batch, mesh)
     return tensor.bytes // mesh.size(spec[0])
+
+
+def with_fusion(plan: Any) -> tuple[Entry, ...]:
+    """The plan's entries, where gradients that the backward pass consumes layer by layer hold one layer's bytes, and others say why they do not."""
+    gradients = plan.role("gradient")
+    changed = {}
+    for f, why in {**dict.fromkeys(plan.fused, ""), **plan.unfused}.items():
+        for p in plan.bound.families[f].params:
+            entry = gradients[p]
+            if not why:
+                one = entry.bytes_per_device // max(1, plan.streams[f].count)
+                changed[entry.name] = dataclasses.replace(
+                    entry, placement="hbm", bytes_per_device=one, reason="consumed by the update inside the backward pass, one layer at a time"
+                )
+            else:
+                changed[entry.name] = dataclasses.replace(entry, reason=f"{entry.reason}, and read again by the update: {why}")
+    return tuple(changed.get(e.name, e) for e in plan.entries)

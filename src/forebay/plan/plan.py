@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from forebay.errors import PlanError
 from forebay.plan import by_hand as hand
 from forebay.plan import planfile
+from forebay.plan.fusion import gradient_dependent, why_not
 from forebay.plan.state import Layout, State
 from forebay.plan.streams import Stream, choose_stream
 from forebay.records import Entry, Verdict
@@ -55,10 +56,11 @@ class Plan:
             "model": work.name, "parameters": work.parameters, "fingerprint": work.fingerprint, **_batch_facts(work),
             "mesh": None if made.mesh is None else dict(zip(made.mesh.names, made.mesh.sizes, strict=True)),
         }  # fmt: skip
-        return cls(
+        plan = cls(
             workload=described, signature=work.signature, hardware=hardware.to_json() if hardware is not None else None, mesh=made.mesh,
             entries=made.entries, options=made.options, work=work,
         )  # fmt: skip
+        return dataclasses.replace(plan, entries=hand.with_fusion(plan))
 
     def placement(self, name: str) -> str:
         """The placement of the entry ``name``."""
@@ -120,14 +122,18 @@ class Plan:
         work = self.bound
         plain = named(mesh, (), "hbm")
 
-        def leaf(entry: Entry):
-            return jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=named(mesh, entry.spec, entry.placement))
+        def arrays(role: str, stored, tree):
+            dtypes = [leaf.dtype for leaf in jax.tree.leaves(tree)]  # an entry's dtype is text, and no text names a random key's
+            return tuple(
+                jax.ShapeDtypeStruct(e.shape, dtypes[s.members[0]], sharding=named(mesh, e.spec, e.placement))
+                for e, s in zip(self.role(role), stored, strict=True)
+            )
 
         at = lambda like: None if like is None else jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=plain)  # noqa: E731
         return State(
             step=jax.ShapeDtypeStruct((), jnp.int32, sharding=plain),
-            stored_params=tuple(leaf(e) for e in self.role("parameter")),
-            stored_opt_state=tuple(leaf(e) for e in self.role("optimizer")),
+            stored_params=arrays("parameter", work.stored, work.args.params),
+            stored_opt_state=arrays("optimizer", work.stored_state, work.opt_state),
             key=at(work.args.key),
             extra=jax.tree.map(at, work.args.extra),
             layout=self.layout,
@@ -162,6 +168,25 @@ class Plan:
             hosted = any(params[p].placement == "host" for p in f.params) or any(state[j].placement == "host" for j in f.state)
             out.append(choose_stream(work, f, spec, self.mesh, hosted, self.options["whole_below_bytes"]))
         return tuple(out)
+
+    @functools.cached_property
+    def unfused(self) -> dict[int, str]:
+        """Families with a parameter on the host that are not updated inside the backward pass, with the reason."""
+        return {f: why for f, why in self._fusion.items() if why}
+
+    @functools.cached_property
+    def fused(self) -> frozenset[int]:
+        """Families that are updated layer by layer inside the backward pass: no stack of their gradients exists anywhere."""
+        return frozenset(f for f, why in self._fusion.items() if not why)
+
+    @functools.cached_property
+    def _fusion(self) -> dict[int, str]:
+        work, params = self.bound, self.role("parameter")
+        tainted = gradient_dependent(work.update)
+        hosted = [f for f, family in enumerate(work.families) if family.params and all(params[p].placement == "host" for p in family.params)]
+        if self.options.get("fuse_update", "auto") == "never":
+            return dict.fromkeys(hosted, "the option fuse_update is never")
+        return {f: why_not(work, work.families[f], self.streams[f], tainted) for f in hosted}
 
     def to_json(self) -> dict[str, Any]:
         """plan.json as a dict."""

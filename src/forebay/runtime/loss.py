@@ -23,24 +23,32 @@ from jax import lax
 from forebay.plan import Plan
 from forebay.workload import jaxprs, residuals
 from forebay.workload.program import LayerLoop, Program, follows
+from forebay.workload.sharding import named
 
 DEVICE = jax.memory.Space.Device
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
+class Waiting:
     """A host parameter that has not been fetched: its stack and the equations to apply to each fetched slice."""
 
     value: Any
     param: int
+    spec: tuple
+    mesh: Any
     chain: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
 
-    def follow(self, eqn, values) -> "_Waiting":
-        return dataclasses.replace(self, chain=(*self.chain, (eqn, tuple(None if isinstance(v, _Waiting) else v for v in values))))
+    def follow(self, eqn, values) -> "Waiting":
+        return dataclasses.replace(self, chain=(*self.chain, (eqn, tuple(None if isinstance(v, Waiting) else v for v in values))))
 
-    def fetch(self, value=None):
-        """The whole parameter, or one layer's slice of it (without the stacked axis), on the device."""
-        value = jax.device_put(self.value if value is None else value, DEVICE)
+    def fetch(self, layer=None):
+        """The whole parameter, or one ``layer`` of it (without the stacked axis), on the device, ready to use."""
+        return self.prepare(jax.device_put(self.value if layer is None else layer, DEVICE))
+
+    def prepare(self, value):
+        """Apply the chain to a fetched value. Its spec is pinned first: then the gradient is reduce-scattered before it leaves the device."""
+        spec = self.spec[len(self.spec) - len(value.shape) :]
+        value = jax.lax.with_sharding_constraint(value, named(self.mesh, spec, "hbm"))
         for eqn, others in self.chain:
             [value] = _bind_resized(eqn, [value if other is None else other for other in others])
         return value
@@ -55,39 +63,56 @@ def _bind_resized(eqn, values):
 
 def planned_loss(plan: Plan, program: Program) -> Callable:
     """``(stored params, extra, batch, key) -> (loss, (aux, new extra))`` with the plan carried out."""
-    hosted = [e.placement == "host" for e in plan.role("parameter")]
 
     def loss(stored_params, extra, batch, key):
-        given = [_Waiting(v, p) if hosted[p] else v for p, v in enumerate(stored_params)]
-        flat = [*given, *jax.tree.leaves((extra, batch, key))]
-        out = _evaluate(plan, program, flat)
-        value, aux, new_extra = jax.tree.unflatten(program.out_tree, out)
-        return value, (aux, new_extra)
+        env = start(plan, program, stored_params, extra, batch, key)
+        run(plan, program, program.jaxpr.jaxpr.eqns, env)
+        return results(program, env)
 
     return loss
 
 
-def _evaluate(plan, program, flat):
-    fetched: dict[int, Any] = {}
+def start(plan: Plan, program: Program, stored_params, extra, batch, key) -> dict[Any, Any]:
+    """The program's inputs and constants by variable; host parameters wait."""
+    jaxpr = program.jaxpr.jaxpr
+    mesh = plan.abstract_mesh()
+    entries = zip(stored_params, plan.role("parameter"), strict=True)
+    given = [Waiting(v, p, e.spec, mesh) if e.placement == "host" else v for p, (v, e) in enumerate(entries)]
+    env = dict(zip(jaxpr.constvars, program.jaxpr.consts, strict=True))
+    return env | dict(zip(jaxpr.invars, [*given, *jax.tree.leaves((extra, batch, key))], strict=True))
 
-    def fetch(value):
-        if not isinstance(value, _Waiting):
-            return value
-        if id(value) not in fetched:
-            fetched[id(value)] = value.fetch()
-        return fetched[id(value)]
 
-    def rule(eqn, values):
-        if (loop := program.loop_at(eqn)) is not None:
-            return _planned_loop(plan, loop, values, fetch)
-        waiting = [v for v in values if isinstance(v, _Waiting)]
-        if not waiting:
-            return None
-        if follows(eqn, [v.param if isinstance(v, _Waiting) else None for v in values]) is not None and not program.whole[waiting[0].param]:
-            return [waiting[0].follow(eqn, values)]
-        return jaxprs.bind(eqn, [fetch(v) for v in values])
+def results(program: Program, env: dict[Any, Any]):
+    """(loss, (aux, new extra)) from the program's result variables."""
+    out = [v.val if jaxprs.is_literal(v) else fetched(env[v], {}) for v in program.jaxpr.jaxpr.outvars]
+    value, aux, new_extra = jax.tree.unflatten(program.out_tree, out)
+    return value, (aux, new_extra)
 
-    return [fetch(v) for v in jaxprs.evaluate(program.jaxpr, flat, rule)]
+
+def fetched(value, done: dict[int, Any]):
+    """A waiting parameter brought to the device, once; any other value as it is."""
+    if not isinstance(value, Waiting):
+        return value
+    if id(value) not in done:
+        done[id(value)] = value.fetch()
+    return done[id(value)]
+
+
+def run(plan: Plan, program: Program, eqns, env: dict[Any, Any]) -> None:
+    """Evaluate equations of the program into ``env``, loops as the plan wants them."""
+    done: dict[int, Any] = {}
+    for eqn in eqns:
+        values = [v.val if jaxprs.is_literal(v) else env[v] for v in eqn.invars]
+        env.update(zip(eqn.outvars, _equation(plan, program, eqn, values, done), strict=True))
+
+
+def _equation(plan, program, eqn, values, done):
+    if (loop := program.loop_at(eqn)) is not None:
+        return _planned_loop(plan, loop, values, done)
+    waiting = [v for v in values if isinstance(v, Waiting)]
+    if waiting and not program.whole[waiting[0].param] and follows(eqn, [v.param if isinstance(v, Waiting) else None for v in values]) is not None:
+        return [waiting[0].follow(eqn, values)]
+    return jaxprs.bind(eqn, [fetched(v, done) for v in values])
 
 
 def placements(plan: Plan, loop: LayerLoop) -> dict[str, str]:
@@ -101,25 +126,34 @@ def placements(plan: Plan, loop: LayerLoop) -> dict[str, str]:
     return wanted
 
 
-def _planned_loop(plan, loop: LayerLoop, values, fetch):
+def checkpointing(plan: Plan, loop: LayerLoop, hosted: bool):
+    """Names for the residuals of a loop that the plan keeps or offloads, and the checkpoint policy that does so.
+
+    What is made from parameters alone is not kept where the loop has ``hosted`` parameters: they are fetched again.
+    """
+    drop = {r.mark for r in loop.body.residuals if r.weights_only} if hosted else set()
+    wanted = {mark: place for mark, place in placements(plan, loop).items() if place in ("hbm", "host") and mark not in drop}
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[m for m in wanted if wanted[m] == "hbm"],
+        names_which_can_be_offloaded=[m for m in wanted if wanted[m] == "host"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return {mark: mark for mark in wanted}, policy
+
+
+def _planned_loop(plan, loop: LayerLoop, values, done):
     """The user's scan, rewritten only where the plan asks for something that it does not do by itself."""
     shape = loop.loop
     head = shape.consts + shape.carry
-    values = [*(fetch(v) for v in values[:head]), *values[head:]]
-    waits = [v if isinstance(v, _Waiting) else None for v in values[head:]]
+    values = [*(fetched(v, done) for v in values[:head]), *values[head:]]
+    waits = [v if isinstance(v, Waiting) else None for v in values[head:]]
     wanted = placements(plan, loop)
     written = {r.mark: r.written for r in loop.body.residuals}
     if wanted == written and not any(waits):
         return jaxprs.bind(loop.equation, values)
     fixed, init = values[: shape.consts], values[shape.consts : head]
-    drop = {r.mark for r in loop.body.residuals if r.weights_only} if any(waits) else set()
-    kept = {mark: mark for mark, place in wanted.items() if place in ("hbm", "host") and mark not in drop}
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[m for m in kept if wanted[m] == "hbm"],
-        names_which_can_be_offloaded=[m for m in kept if wanted[m] == "host"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
+    kept, policy = checkpointing(plan, loop, any(waits))
 
     def body(carry, slices):
         layer = [s if w is None else w.fetch(s) for s, w in zip(slices, waits, strict=True)]

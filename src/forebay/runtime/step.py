@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from forebay.errors import InputError, PlanError
 from forebay.plan import Plan, State
 from forebay.runtime import update as updates
-from forebay.runtime.loss import planned_loss
+from forebay.runtime.gradients import loss_and_gradients
 from forebay.workload import Workload, trace
 from forebay.workload.sharding import mesh_shape, named
 
@@ -113,22 +113,21 @@ def _step(plan: Plan, state: State, batch: Any):
     mesh = plan.abstract_mesh()
     with jax.sharding.use_abstract_mesh(mesh):
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
-        loss, aux, extra, grads = _gradients(plan, mesh, state, batch, key)
-        params, opt_state, norm = updates.apply(plan, grads, state.stored_params, state.stored_opt_state, loss)
+        values = updates.begin(plan, state.stored_params, state.stored_opt_state)
+        program = plan.bound.program_on(mesh)
+        loss, aux, extra, grads = loss_and_gradients(plan, program, values, state.stored_params, state.extra, batch, key)
+        values.receive(pinned(plan, mesh, grads), loss)
+        params, opt_state, norm = updates.finish(values, plan.fused)
     metrics = {"loss": loss, "grad_norm": norm} | ({} if aux is None else {"aux": aux})
     new = State(step=state.step + 1, stored_params=params, stored_opt_state=opt_state, key=state.key, extra=extra, layout=state.layout)
     return new, metrics
 
 
-def _gradients(plan, mesh, state, batch, key):
-    program = plan.bound.program_on(mesh)
-    run = jax.value_and_grad(planned_loss(plan, program), has_aux=True)
-    (loss, (aux, extra)), grads = run(tuple(state.stored_params), state.extra, batch, key)
-    grads = tuple(
-        g if e.placement == "host" else jax.lax.with_sharding_constraint(g, named(mesh, e.spec, "hbm"))
-        for g, e in zip(grads, plan.role("gradient"), strict=True)
-    )
-    return loss, aux, extra, grads
+def pinned(plan: Plan, mesh, grads: dict[int, Any]) -> dict[int, Any]:
+    """Gradients in HBM on the specs of their parameters: they are reduce-scattered, not all-reduced."""
+    entries = plan.role("gradient")
+    pin = lambda p, g: g if entries[p].placement == "host" else jax.lax.with_sharding_constraint(g, named(mesh, entries[p].spec, "hbm"))  # noqa: E731
+    return {p: pin(p, g) for p, g in grads.items()}
 
 
 def train_step(loss_fn: Callable, optimizer: Any, plan: Plan, mesh: Any = None) -> TrainStep:

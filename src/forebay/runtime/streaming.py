@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
@@ -65,16 +66,22 @@ def run(jobs: list[Job], arrays: dict[Any, Any], size: int, count: int, rest: in
     return sums
 
 
-def visit(jobs: list[Job], table: dict[Any, Any], sums: list[list[Any]], start, size: int) -> list[list[Any]]:
-    """One iteration: every job on its slice at ``start``, the next job's reads ordered behind this one's update. ``table`` is changed."""
+def visit(jobs: list[Job], table: dict[Any, Any], sums: list[list[Any]], start, size: int, given: dict[Any, Any] | None = None, live=None) -> list[list[Any]]:
+    """One iteration: every job on its slice at ``start``, the next job's reads ordered behind this one's update. ``table`` is changed.
+
+    ``given``: slices that are on the device already, by slot. Where ``live`` is False, what stands there is written back.
+    """
     out = []
     after = start
-    ahead = _fetch(jobs[0], table, start, size)
+    given = given or {}
+    ahead = _fetch(jobs[0], table, start, size, given)
     for k, job in enumerate(jobs):
         current = ahead
         if k + 1 < len(jobs):
-            ahead = _fetch(jobs[k + 1], table, after, size)
+            ahead = _fetch(jobs[k + 1], table, after, size, given)
         new, partial = job.compute(start, size, current)
+        if live is not None:
+            new, partial = _unless(live, job, current, new, partial)
         if len(jobs) > 1:
             (new, partial), after = lax.optimization_barrier(((new, partial), start))
         for port, value in zip(job.writes, new, strict=True):
@@ -84,8 +91,17 @@ def visit(jobs: list[Job], table: dict[Any, Any], sums: list[list[Any]], start, 
     return out
 
 
-def _fetch(job: Job, table: dict[Any, Any], start, size: int) -> list[Any]:
+def _unless(live, job: Job, current, new, partial):
+    """The old slices and no sums where ``live`` is False."""
+    old = {port.slot: value for port, value in zip(job.reads, current, strict=True)}
+    new = [jnp.where(live, value, old[port.slot]) for port, value in zip(job.writes, new, strict=True)]
+    return new, [jnp.where(live, value, zero) for value, zero in zip(partial, job.sums, strict=True)]
+
+
+def _fetch(job: Job, table: dict[Any, Any], start, size: int, given: dict[Any, Any]) -> list[Any]:
     def slice_of(port):
+        if port.slot in given:
+            return given[port.slot]
         value = lax.dynamic_slice_in_dim(table[port.slot], start, size, port.axis)
         return jax.device_put(value, DEVICE) if port.host else value
 

@@ -33,6 +33,7 @@ class Values:
         self.host = {(kind, k): e.placement == "host" for kind, role in ROLES.items() for k, e in enumerate(plan.role(role))}
         self.env: dict[Any, Any] = dict(zip(self.update.jaxpr.jaxpr.constvars, self.update.jaxpr.consts, strict=True))
         self.made = {v: i for i, e in enumerate(self.equations) for v in e.outvars}
+        self.consumed = {("grads", p) for f in plan.fused for p in self.work.families[f].params}  # never whole: seen slice by slice in the backward pass
         self._fetched: dict[Any, Any] = {}
         self.sums: Callable[[int, list[Any]], None] | None = None
         self._index()
@@ -96,7 +97,7 @@ class Values:
             if v in seen or v in self.env:
                 continue
             seen.add(v)
-            if v in self.where and self.host[self.where[v][0]]:
+            if v in self.where and (self.host[self.where[v][0]] or self.where[v][0] in self.consumed):
                 return True
             i = self.made.get(v)
             if i is not None and self.family.get(self.update.owner[i]) == f:

@@ -1,0 +1,167 @@
+"""Loss and gradients of a planned program: reverse mode over its segments, so that layer loops can be driven by hand.
+
+    segment 0 | loop over host parameters | segment 1 | loop | segment 2 -> loss
+    forward:   jax.vjp of each segment; ``LayerPass.forward`` for each managed loop
+    backward:  in the other direction, cotangents summed by variable; ``LayerPass.backward`` updates its layers on the way
+
+A loop is *managed* where at least one of its parameters stands on the host. Without one, this is ``jax.value_and_grad``.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from forebay.plan import Plan
+from forebay.runtime import jobs as make
+from forebay.runtime import loss as planned
+from forebay.runtime.layers import Fused, LayerPass, is_float
+from forebay.runtime.values import Values
+from forebay.workload import jaxprs
+from forebay.workload.program import LayerLoop, Program
+
+
+def loss_and_gradients(plan: Plan, program: Program, values: Values | None, params, extra, batch, key):
+    """(loss, aux, new extra, gradients by stored parameter). Families that ``plan.fused`` names are updated in ``values``, and have no gradient."""
+    if not any(managed(plan, loop) for loop in program.loops):
+        run = jax.value_and_grad(planned.planned_loss(plan, program), has_aux=True)
+        (loss, (aux, new_extra)), grads = run(tuple(params), extra, batch, key)
+        return loss, aux, new_extra, dict(enumerate(grads))
+    tape = _Tape(plan, program, values)
+    tape.env = planned.start(plan, program, params, extra, batch, key)
+    tape.forward()
+    loss, (aux, new_extra) = planned.results(program, tape.env)
+    return loss, aux, new_extra, tape.backward(loss)
+
+
+def managed(plan: Plan, loop: LayerLoop) -> bool:
+    """Whether a loop has a parameter on the host, and more than one layer."""
+    placed = plan.role("parameter")
+    return loop.loop.length > 1 and any(p is not None and placed[p].placement == "host" for p in loop.params)
+
+
+class _Tape:
+    """The record of one forward pass, and its reversal."""
+
+    def __init__(self, plan: Plan, program: Program, values: Values | None):
+        self.plan, self.program, self.values = plan, program, values
+        self.env: dict[Any, Any] = {}
+        self.steps: list[Callable[[dict[Any, Any]], None]] = []
+        self.gradients: dict[int, Any] = {}
+
+    def forward(self):
+        eqns, segment = self.program.jaxpr.jaxpr.eqns, []
+        for k, eqn in enumerate(eqns):
+            loop = self.program.loop_at(eqn)
+            if loop is None or not managed(self.plan, loop):
+                segment.append(eqn)
+                continue
+            self._segment(segment, eqns[k:])
+            self._loop(eqn, loop)
+            segment = []
+        self._segment(segment, [])
+
+    def _segment(self, eqns, later):
+        """Evaluate equations, remembering their derivative with respect to the floating values that they read."""
+        if not eqns:
+            return
+        eqns = self._wait(eqns)
+        made = {v for e in eqns for v in e.outvars}
+        read = dict.fromkeys(v for e in eqns for v in e.invars if not jaxprs.is_literal(v) and v not in made)
+        after = {v for e in later for v in e.invars if not jaxprs.is_literal(v)} | {v for v in self.program.jaxpr.jaxpr.outvars if not jaxprs.is_literal(v)}
+        kept = [v for e in eqns for v in e.outvars if v in after]
+        raw = {v: self.env[v].value if isinstance(self.env[v], planned.Waiting) else self.env[v] for v in read}
+        inputs = [v for v in read if is_float(raw[v])]
+
+        def run(floats):
+            env = {v: self.env[v] for v in read}
+            for v, value in zip(inputs, floats, strict=True):
+                waiting = isinstance(env[v], planned.Waiting)
+                env[v] = planned.Waiting(value, env[v].param, env[v].spec, env[v].mesh, env[v].chain) if waiting else value
+            planned.run(self.plan, self.program, eqns, env)
+            outs = [planned.fetched(env[v], {}) for v in kept]
+            return [o for o in outs if is_float(o)], [o for o in outs if not is_float(o)]
+
+        outs, pullback, rest = jax.vjp(run, [raw[v] for v in inputs], has_aux=True)
+        floating = [v for v in kept if is_float(v.aval)]
+        self.env.update(zip(floating, outs, strict=True))
+        self.env.update(zip([v for v in kept if not is_float(v.aval)], rest, strict=True))
+
+        def reverse(cotangents):
+            [given] = pullback([cotangents.pop(v, None) if v in cotangents else jnp.zeros_like(o) for v, o in zip(floating, outs, strict=True)])
+            for v, ct in zip(inputs, given, strict=True):
+                _add(cotangents, v, ct)
+
+        self.steps.append(reverse)
+
+    def _wait(self, eqns):
+        """Casts of host parameters join the wait of their parameter; the other equations are left."""
+        left = []
+        for eqn in eqns:
+            fed = [self.env.get(v) if not jaxprs.is_literal(v) else None for v in eqn.invars]
+            waiting = [v for v in fed if isinstance(v, planned.Waiting)]
+            if len(waiting) == 1 and not self.program.whole[waiting[0].param] and all(jaxprs.is_literal(v) or f is waiting[0] for v, f in zip(eqn.invars, fed, strict=True)):
+                values = [v.val if jaxprs.is_literal(v) else waiting[0] for v in eqn.invars]
+                self.env[eqn.outvars[0]] = waiting[0].follow(eqn, values)
+            else:
+                left.append(eqn)
+        return left
+
+    def _loop(self, eqn, loop: LayerLoop):
+        head = loop.loop.consts + loop.loop.carry
+        values = [v.val if jaxprs.is_literal(v) else self.env[v] for v in eqn.invars]
+        values = [*(planned.fetched(v, {}) for v in values[:head]), *values[head:]]
+        layers = LayerPass(self.plan, loop, [v if isinstance(v, planned.Waiting) else jnp.asarray(v) for v in values])
+        outs = layers.forward()
+        self.env.update(zip(eqn.outvars, outs, strict=True))
+        self.steps.append(lambda cotangents: self._reverse_loop(eqn, loop, layers, outs, cotangents))
+
+    def _reverse_loop(self, eqn, loop, layers: LayerPass, outs, cotangents):
+        given = [cotangents.pop(v) if v in cotangents else jnp.zeros_like(o) for v, o in zip(eqn.outvars, outs, strict=True)]
+        fused, sums = self._fused(loop)
+        consts, init, plain, gradients, totals = layers.backward(given, fused)
+        if fused is not None:
+            self.values.arrays.update(fused.arrays)
+            for variables, total in zip(sums, totals, strict=True):
+                make.record(self.values, variables, total)
+        self.gradients.update(gradients)
+        head = loop.loop.consts + loop.loop.carry
+        floats = [v for v in eqn.invars[:head] if is_float(v.aval)]
+        for v, ct in zip(floats, [*consts, *init], strict=True):
+            _add(cotangents, v, ct)
+        for k, ct in plain.items():
+            _add(cotangents, eqn.invars[head + k], ct)
+
+    def _fused(self, loop: LayerLoop):
+        """The updates of this loop's parameters, as jobs, and the variables that each sums."""
+        work = self.plan.bound
+        mine = [f for f in sorted(self.plan.fused) if work.families[f].params[0] in loop.params]
+        if self.values is None or not mine:
+            return None, []
+        made = [make.final_job(self.values, work.families[f], self.plan.streams[f]) for f in mine]
+        slots = {port.slot for job, _ in made for port in (*job.reads, *job.writes) if port.slot[0] != "grads"}
+        arrays = {slot: self.values.arrays[slot] for slot in slots}
+        return Fused(jobs=[job for job, _ in made], arrays=arrays, params=[work.families[f].params[0] for f in mine]), [v for _, v in made]
+
+    def backward(self, loss) -> dict[int, Any]:
+        """Gradients by stored parameter."""
+        cotangents: dict[Any, Any] = {self.program.jaxpr.jaxpr.outvars[0]: jnp.ones_like(loss)}
+        for step in reversed(self.steps):
+            step(cotangents)
+        consumed = {self.plan.bound.families[f].params[0] for f in self.plan.fused} if self.values is not None else set()
+        for p in range(len(self.program.stored)):
+            v = self.program.jaxpr.jaxpr.invars[p]
+            if p in consumed:
+                continue
+            total = cotangents.get(v)
+            if p in self.gradients:
+                total = self.gradients[p] if total is None else self.gradients[p] + total
+            self.gradients[p] = jnp.zeros(v.aval.shape, v.aval.dtype) if total is None else total
+        return self.gradients
+
+
+def _add(cotangents, v, ct):
+    if jaxprs.is_literal(v) or ct.dtype == jax.dtypes.float0:
+        return
+    cotangents[v] = cotangents[v] + ct if v in cotangents else ct

@@ -1,0 +1,217 @@
+"""A layer loop over host parameters, forwards and backwards, with fetches one layer ahead and the update inside.
+
+Idea (ZeRO-Offload, LOMO): the cotangent of a layer's weights is complete when the backward pass leaves that layer, so its
+update can run right there and no gradient is ever stored. The loop's own derivative is taken one layer at a time by
+``jax.vjp`` of the rematerialised body; what that body saves is stacked by the forward loop, where the plan puts it:
+
+    forward   i = 0..L-1:   w = ahead;  ahead = fetch(stack, i+1);   x, saved[i] = vjp(body, x, w)
+    backward  i = L-1..0:   w = ahead
+                            update layer i+1 with its pending gradient, leaf by leaf: read state, write all back in place
+                            ahead = fetch(stack, i-1)                        <- after the write to the same stack
+                            dx, pending = saved[i](dx)                        <- the matmuls that hide these copies
+    at the end              update layer 0
+
+The update of a layer is delayed by one iteration: it does not depend on this iteration's matmuls, so the scheduler may run
+its copies beside them. In the first iteration there is nothing to update, and what stands there is written back.
+
+Cost: HBM holds the weights of two layers and one layer's gradient beside the slices of two leaves of state.
+Limits: one derivative only (no second order); a parameter whose update needs the whole gradient first is not fused: its
+gradient is stacked on the host, as the plan's entry says.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from forebay.plan import Plan
+from forebay.runtime.loss import DEVICE, Waiting, checkpointing
+from forebay.runtime.streaming import HOST, Job, visit
+from forebay.workload import residuals
+from forebay.workload.program import LayerLoop
+from forebay.workload.sharding import named
+
+
+def is_float(value) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.inexact)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fused:
+    """The updates that run inside a loop's backward pass: jobs, their arrays by slot, and for each job its stored parameter."""
+
+    jobs: list[Job]
+    arrays: dict[Any, Any]
+    params: list[int]
+
+
+class LayerPass:
+    """One managed loop. ``values``: operands of the scan; host parameters wait among the scanned inputs."""
+
+    def __init__(self, plan: Plan, loop: LayerLoop, values: list[Any]):
+        self.plan, self.loop, self.shape = plan, loop, loop.loop
+        head = self.shape.consts + self.shape.carry
+        self.consts, self.init, scanned = values[: self.shape.consts], values[self.shape.consts : head], values[head:]
+        self.waits = {k: v for k, v in enumerate(scanned) if isinstance(v, Waiting)}
+        self.plain = {k: v for k, v in enumerate(scanned) if not isinstance(v, Waiting)}
+        self.kept, policy = checkpointing(plan, loop, hosted=True)
+        self.body = jax.checkpoint(self._body, policy=policy, prevent_cse=False)
+        self.saved: list[Any] = []
+        self._classify()
+
+    def _body(self, floats, others):
+        """The user's body on operands split by whether they can be differentiated; results likewise."""
+        consts, carry, weights, plain = self._join(floats, others)
+        layer = [self.waits[k].prepare(weights[k]) if k in self.waits else plain[k] for k in range(len(self.waits) + len(self.plain))]
+        outs = residuals.apply_marks(self.loop.body, self.kept, [*consts, *carry, *layer])
+        return [o for o in outs if is_float(o)], [o for o in outs if not is_float(o)]
+
+    def _split(self, consts, carry, weights, plain):
+        """((differentiable), (others)) of a layer's operands, and how to join them again."""
+        flat, tree = jax.tree.flatten((list(consts), list(carry), weights, plain))
+        mask = [is_float(v) for v in flat]
+        self._join = lambda floats, others: _joined(tree, mask, floats, others)
+        return [v for v, m in zip(flat, mask, strict=True) if m], [v for v, m in zip(flat, mask, strict=True) if not m]
+
+    def _vjp(self, floats, others):
+        """Results of a layer, results that cannot be differentiated, and what its derivative needs, flat."""
+        outs, pullback, rest = jax.vjp(lambda fs: self.body(fs, others), floats, has_aux=True)
+        leaves, self.pullback = jax.tree.flatten(pullback)
+        return outs, rest, leaves
+
+    def _classify(self):
+        """For each value that the derivative needs: which operand it is, or None where the layer must save it."""
+        weights = {k: self._like(w.value.shape[1:], w.value.dtype) for k, w in self.waits.items()}
+        plain = {k: self._like(v.shape[1:], v.dtype) for k, v in self.plain.items()}
+        floats, others = self._split([self._like(v.shape, v.dtype) for v in self.consts], [self._like(v.shape, v.dtype) for v in self.init], weights, plain)
+        traced = jax.make_jaxpr(self._vjp)(floats, others)
+        count = len(jax.tree.leaves(jax.eval_shape(self.body, floats, others)))
+        position = {v: k for k, v in enumerate(traced.jaxpr.invars)}
+        mask = [is_float(v) for v in jax.tree.leaves((list(self.consts), list(self.init), weights, plain))]
+        order = [k for k, m in enumerate(mask) if m] + [k for k, m in enumerate(mask) if not m]
+        fixed = len(self.consts)
+        kinds = []
+        for v in traced.jaxpr.outvars[count:]:
+            at = position.get(v) if not hasattr(v, "val") else None
+            operand = None if at is None else order[at]
+            carried = operand is not None and fixed <= operand < fixed + len(self.init)
+            kinds.append(None if carried else operand)
+        self.kinds = kinds
+
+    @staticmethod
+    def _like(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def _fetch(self, stacks, i):
+        """The slices of layer ``i`` of every host stack, on the device, as they are stored."""
+        return {k: jax.device_put(lax.dynamic_slice_in_dim(s, i, 1, 0), DEVICE)[0] for k, s in stacks.items()}
+
+    def _next(self, i, ahead: bool):
+        """The layer after ``i`` in the forward (``ahead``) or backward direction, held at the ends."""
+        step = 1 if ahead != self.shape.reverse else -1
+        return jnp.clip(i + step, 0, self.shape.length - 1)
+
+    def _first(self, forward: bool) -> int:
+        return 0 if forward != self.shape.reverse else self.shape.length - 1
+
+    def forward(self) -> list[Any]:
+        """The scan's results: carry, then stacked outputs."""
+        stacks = {k: w.value for k, w in self.waits.items()}
+
+        def body(carry, xs):
+            values, weights = carry
+            i, plain = xs
+            floats, others = self._split(self.consts, values, weights, plain)
+            outs, rest, leaves = self._vjp(floats, others)
+            ahead = self._fetch(stacks, self._next(i, True))
+            results = self._results(outs, rest)
+            saved = [leaf for leaf, kind in zip(leaves, self.kinds, strict=True) if kind is None]
+            return (results[: self.shape.carry], ahead), (results[self.shape.carry :], saved)
+
+        start = list(self.init), self._fetch(stacks, self._first(True))
+        indices = jnp.arange(self.shape.length, dtype=jnp.int32)
+        (carry, _), (ys, self.saved) = lax.scan(body, start, (indices, self.plain), length=self.shape.length, reverse=self.shape.reverse)
+        return [*carry, *ys]
+
+    def _results(self, outs, rest):
+        floats, others = iter(outs), iter(rest)
+        return [next(floats) if is_float(a) else next(others) for a in self.loop.loop.body.out_avals]
+
+    def backward(self, cotangents: list[Any], fused: Fused | None):
+        """Cotangents of (consts, init, plain inputs, gradient stacks of host parameters), and the sums of the fused jobs.
+
+        ``cotangents``: one for each result of the scan, zeros where nothing came. The arrays of ``fused`` are replaced.
+        """
+        fused = fused or Fused(jobs=[], arrays={}, params=[])
+        slot_of = {w.param: k for k, w in self.waits.items()}
+        consumed = {slot_of[p] for p in fused.params}
+        slots = list(dict.fromkeys(port.slot for job in fused.jobs for port in (*job.reads, *job.writes) if port.slot[0] != "grads"))
+        first = self._first(False)
+        floating = [is_float(a) for a in self.shape.body.out_avals]
+        ct_carry = [c for c, f in zip(cotangents[: self.shape.carry], floating, strict=False) if f]
+        ct_ys = [c for c, f in zip(cotangents[self.shape.carry :], floating[self.shape.carry :], strict=True) if f]
+
+        def body(carry, xs):
+            i, plain, saved, ys = xs
+            table, sums = dict(zip(slots, carry["arrays"], strict=True)), carry["sums"]
+            if fused.jobs:
+                given = self._given(fused, slot_of, carry["done"], carry["pending"])
+                sums = visit(fused.jobs, table, sums, self._next(i, True), 1, given, live=i != first)
+            stacks = {k: table.get(("params", w.param), w.value) for k, w in self.waits.items()}
+            ahead = self._fetch(stacks, self._next(i, False))
+            d_const, d_carry, d_weights, d_plain = self._pull(carry["weights"], plain, saved, [*carry["ct"], *ys])
+            pending = {k: d_weights[k] for k in consumed}
+            out = {
+                "ct": d_carry, "consts": [a + b for a, b in zip(carry["consts"], d_const, strict=True)], "weights": ahead, "pending": pending,
+                "done": {k: carry["weights"][k] for k in consumed}, "arrays": [table[s] for s in slots], "sums": sums,
+            }  # fmt: skip
+            left = {k: jax.device_put(d, HOST) if self._gradient_on_host(k) else d for k, d in d_weights.items() if k not in consumed}
+            return out, (d_plain, left)
+
+        weights = self._fetch({k: w.value for k, w in self.waits.items()}, first)
+        start = {
+            "ct": ct_carry, "consts": [jnp.zeros(c.shape, c.dtype) for c in self.consts if is_float(c)], "weights": weights,
+            "pending": {k: jnp.zeros_like(weights[k]) for k in consumed}, "done": {k: weights[k] for k in consumed},
+            "arrays": [fused.arrays[s] for s in slots], "sums": [list(job.sums) for job in fused.jobs],
+        }  # fmt: skip
+        xs = jnp.arange(self.shape.length, dtype=jnp.int32), self.plain, self.saved, ct_ys
+        end, (d_plain, left) = lax.scan(body, start, xs, length=self.shape.length, reverse=not self.shape.reverse)
+        table, sums = dict(zip(slots, end["arrays"], strict=True)), end["sums"]
+        if fused.jobs:
+            sums = visit(fused.jobs, table, sums, self._first(True), 1, self._given(fused, slot_of, end["done"], end["pending"]))
+        fused.arrays.update(table)
+        gradients = {self.waits[k].param: g for k, g in left.items()}
+        return end["consts"], end["ct"], d_plain, gradients, sums
+
+    def _gradient_on_host(self, k: int) -> bool:
+        return self.plan.role("gradient")[self.waits[k].param].placement == "host"
+
+    def _given(self, fused: Fused, slot_of, weights, gradients):
+        """Slices that the updates find on the device: the layer's weights and its gradient, on the specs of their stacks."""
+        given = {}
+        for p in fused.params:
+            wait = self.waits[slot_of[p]]
+            pin = named(wait.mesh, (None, *wait.spec[1:]), "hbm")
+            given["params", p] = lax.with_sharding_constraint(weights[slot_of[p]][None], pin)
+            given["grads", p] = lax.with_sharding_constraint(gradients[slot_of[p]][None], pin)
+        return given
+
+    def _pull(self, weights, plain, saved, cotangents):
+        """The layer's derivative, from what was saved and from the operands that are at hand again."""
+        flat = jax.tree.leaves((list(self.consts), list(self.init), weights, plain))
+        stored = iter(saved)
+        leaves = [next(stored) if kind is None else flat[kind] for kind in self.kinds]
+        [floats] = jax.tree.unflatten(self.pullback, leaves)(cotangents)
+        given = list(floats)
+        n_consts, n_carry = (sum(is_float(v) for v in part) for part in (self.consts, self.init))
+        ct_weights = dict(zip(sorted(self.waits), given[n_consts + n_carry : n_consts + n_carry + len(self.waits)], strict=True))
+        floating = [k for k in sorted(self.plain) if is_float(self.plain[k])]
+        ct_plain = dict(zip(floating, given[n_consts + n_carry + len(self.waits) :], strict=True))
+        return given[:n_consts], given[n_consts : n_consts + n_carry], ct_weights, ct_plain
+
+
+def _joined(tree, mask, floats, others):
+    floats, others = iter(floats), iter(others)
+    return jax.tree.unflatten(tree, [next(floats) if m else next(others) for m in mask])
