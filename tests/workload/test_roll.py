@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
 
-from forebay.errors import InputError
-from forebay.workload.loop import Storage
-from forebay.workload.repeats import find_repeats, survey
+from forebay.workload.repeats import survey
 from forebay.workload.roll import roll
 
 pytestmark = pytest.mark.oldest
@@ -137,32 +135,6 @@ def test_plain_mlp_stores_each_part_stacked():
 )
 def test_llama(block):
     check(llama(block), llama_params(3), TOKENS, counts=[3], grouped=27)
-
-
-def test_checkpoint_keeps_its_policy_flags_and_names():
-    params = llama_params(3)
-    _, _, jaxpr = flat_program(llama(checkpoint_each_call), params, (TOKENS,))
-    rolled, storage = roll(jaxpr, find_repeats(jaxpr, [()] * 30 + [None]))
-    _, (scan,) = scans(rolled, storage, *jax.tree.leaves(params), TOKENS)
-    (inner,) = [equation for equation in scan.params["jaxpr"].eqns if "prevent_cse" in equation.params]
-    assert inner.params["policy"] is not None
-    assert inner.params["prevent_cse"] is False
-    assert "name=q" in str(inner.params["jaxpr"])
-
-
-def test_names_and_source_lines_survive():
-    def loss(params, x):
-        for layer in params:
-            with jax.named_scope("layer"):
-                x = jnp.tanh(x @ layer["w"])
-        return x.sum()
-
-    leaves = weights(*[{"w": (4, 4)}] * 3)
-    _, rolled, storage = check(loss, leaves, array(3, 4), counts=[3])
-    _, (scan,) = scans(rolled, storage, *jax.tree.leaves(leaves), array(3, 4))
-    dot = next(equation for equation in scan.params["jaxpr"].eqns if equation.primitive.name == "dot_general")
-    assert "layer" in str(dot.source_info.name_stack)
-    assert any(frame.function_name.endswith("loss") for frame in dot.source_info.traceback.frames)
 
 
 def test_casts_before_the_loop_join_the_blocks():
@@ -384,21 +356,6 @@ def test_flax_nnx_model():
 def test_nothing_to_roll():
     _, _, storage = check(lambda p, x: jnp.tanh(x @ p["w"]).sum(), weights(MLP)[0], array(3, 4), counts=[])
     assert storage.slots == ((0,), (1,), (2,))
-
-
-def test_storage_goes_both_ways():
-    storage = Storage(slots=((0, 2), (1,)), inputs=3)
-    stored = storage.stack([np.ones(2), 5.0, np.zeros(2)])
-    assert [np.shape(value) for value in stored] == [(2, 2), ()]
-    assert [np.asarray(value).tolist() for value in storage.unstack(stored)] == [[1, 1], 5.0, [0, 0]]
-
-
-def test_wrong_number_of_arguments_is_an_error():
-    storage = Storage(slots=((0, 2), (1,)), inputs=3)
-    with pytest.raises(InputError, match="takes 2 stored arguments, 3 were given"):
-        storage.unstack([1, 2, 3])
-    with pytest.raises(InputError, match="takes 3 arguments, 1 were given"):
-        storage.stack([1])
 
 
 OPERATIONS = {

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core
 
 COMPARED_BYTES = 1 << 24  # Constants up to this size are compared by value, larger ones by identity.
@@ -56,7 +57,7 @@ class Program:
     constants: Mapping[int, Any]
     debug_info: Any
 
-    def jaxpr(self, equations: Sequence[core.JaxprEqn | Equation], inputs: Sequence[int], outputs: Sequence[int]) -> core.Jaxpr:
+    def jaxpr(self, equations: Sequence[Equation], inputs: Sequence[int], outputs: Sequence[int]) -> core.Jaxpr:
         """A jaxpr of some equations, from the values ``inputs`` to the values ``outputs``; literals stay literals unless listed."""
         atoms: dict[int, Any] = {value: core.Var(self.avals[value]) for value in inputs}
 
@@ -86,6 +87,7 @@ class Program:
         if not given:
             return equation.source
         inner = equation.body
+        assert inner is not None, "only a checkpointed body has hidden operands"
         lifted = [value for value, outer in zip(inner.literals, equation.hidden, strict=True) if outer in given]
         body = inner.jaxpr(inner.equations, (*range(inner.inputs), *lifted), inner.outputs)
         return equation.source.replace(params={**equation.source.params, "jaxpr": body})
@@ -186,7 +188,7 @@ def consts_of(jaxpr: Any) -> Sequence[Any]:
 
 def array_key(array: Any) -> tuple:
     """What identifies a constant: its type and bytes, or the object itself where it has no bytes to read or too many."""
-    if isinstance(array, jax.core.Tracer) or not hasattr(array, "dtype") or jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+    if isinstance(array, Tracer) or not hasattr(array, "dtype") or jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
         return ("object", id(array))
     if not hasattr(array, "size"):  # a Python number that carries a dtype
         array = np.asarray(array, array.dtype)

@@ -106,7 +106,7 @@ class Storage:
         """Original arguments to stored ones: groups are stacked with ``jnp.stack``. Raises InputError on a wrong count."""
         if len(arguments) != self.inputs:
             raise InputError(f"the program takes {self.inputs} arguments, {len(arguments)} were given")
-        return [jnp.stack([arguments[i] for i in slot]) if len(slot) > 1 else arguments[slot[0]] for slot in self.slots]
+        return [jnp.stack([arguments[i] for i in slot]) if len(slot) > 1 else arguments[min(slot)] for slot in self.slots]
 
     def unstack(self, stored: Sequence[Any]) -> list[Any]:
         """Stored arguments (or their gradients) back to one per original input. Raises InputError on a wrong count."""

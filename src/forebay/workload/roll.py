@@ -19,11 +19,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import eval_jaxpr
 
 from forebay.workload.flat import Program, as_open, consts_of, flatten
 from forebay.workload.loop import Repeat, Stacked, Storage, schedule, storage_of
 
-Values = dict[int, Any]
+Values = dict[int | tuple[int, ...], Any]  # a group's stack stands under the tuple of its leaves
 Step = Callable[[Values], None]
 
 
@@ -41,8 +42,8 @@ def roll(jaxpr: Any, repeats: Sequence[Repeat]) -> tuple[Callable[[Sequence[Any]
 
     def rolled(stored: Sequence[Any]) -> list[Any]:
         storage.require(stored)
-        values: Values = dict(program.constants)
-        values.update({(slot if len(slot) > 1 else slot[0]): value for slot, value in zip(storage.slots, stored, strict=True)})
+        values: Values = {**program.constants}
+        values.update({(slot if len(slot) > 1 else min(slot)): value for slot, value in zip(storage.slots, stored, strict=True)})
         for step in steps:
             step(values)
         return [_read(program, values, value) for value in program.outputs]
@@ -55,7 +56,7 @@ def _as_written(jaxpr: Any) -> tuple[Callable[[Sequence[Any]], list[Any]], Stora
 
     def rolled(stored: Sequence[Any]) -> list[Any]:
         storage.require(stored)
-        return jax.core.eval_jaxpr(as_open(jaxpr), consts_of(jaxpr), *stored)
+        return eval_jaxpr(as_open(jaxpr), consts_of(jaxpr), *stored)
 
     return rolled, storage
 
@@ -63,8 +64,7 @@ def _as_written(jaxpr: Any) -> tuple[Callable[[Sequence[Any]], list[Any]], Stora
 def _read(program: Program, values: Values, value: int) -> Any:
     if value in values:
         return values[value]
-    literal = program.literals[value]
-    return jnp.asarray(np.asarray(literal.val), dtype=literal.aval.dtype)
+    return jnp.asarray(np.asarray(program.literals[value].val), dtype=program.avals[value].dtype)
 
 
 def _steps(program: Program, repeats: Sequence[Repeat]) -> list[Step]:
@@ -113,7 +113,7 @@ def _plain_step(program: Program, indices: list[int], needed: set[int]) -> Step:
     jaxpr = program.jaxpr(equations, inputs, outputs)
 
     def step(values: Values) -> None:
-        values.update(zip(outputs, jax.core.eval_jaxpr(jaxpr, (), *(values[value] for value in inputs)), strict=True))
+        values.update(zip(outputs, eval_jaxpr(jaxpr, (), *(values[value] for value in inputs)), strict=True))
 
     return step
 
@@ -165,7 +165,7 @@ def _body(program: Program, repeat: Repeat) -> Callable[[list, list, list], list
     jaxpr = renamed.jaxpr(renamed.equations, inputs, [_made(program, repeat, 0, place) for place in places])
 
     def body(carried: list[Any], invariants: list[Any], enters: list[Any]) -> list[Any]:
-        return jax.core.eval_jaxpr(jaxpr, (), *carried, *invariants, *enters)
+        return eval_jaxpr(jaxpr, (), *carried, *invariants, *enters)
 
     return body
 
@@ -223,7 +223,7 @@ def _inputs(program: Program, stacked: Sequence[Stacked], values: Values) -> tup
 def _stack(program: Program, item: Stacked, values: Values) -> Any:
     if item.kind == "leaf":
         return values[item.values]
-    if item.kind == "whole":
+    if item.base is not None:
         return values[item.base]
     if item.kind == "literal":
         dtype = program.avals[item.values[0]].dtype

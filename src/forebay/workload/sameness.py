@@ -168,7 +168,8 @@ class Sameness:
         return self._rules[id(thunk)][1]
 
     def _traced_rule(self, source: core.JaxprEqn) -> Hashable:
-        operands = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in source.invars]
+        avals: list[Any] = [atom.aval for atom in source.invars]
+        operands = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         trace = _tangents if "jvp_jaxpr_fun" in source.params else _cotangents
         try:
             with source.ctx.manager:
@@ -194,13 +195,9 @@ def _bind(source: core.JaxprEqn) -> Callable:
     return call
 
 
-def _inexact(source: core.JaxprEqn) -> list[int]:
-    return [place for place, atom in enumerate(source.invars) if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
-
-
 def _along(source: core.JaxprEqn, operands: tuple) -> tuple[Callable, list]:
     """The call as a function of its inexact operands alone (integers have no tangents)."""
-    places = _inexact(source)
+    places = [place for place, operand in enumerate(operands) if jnp.issubdtype(operand.dtype, jnp.inexact)]
 
     def call(*moving: Any) -> Any:
         full = list(operands)
