@@ -74,7 +74,8 @@ def choose(rules: Sequence[Rule], tensors: Sequence[Tensor]) -> dict[str, Rule]:
     chosen: dict[str, Rule] = {}
     for rule in rules:
         named = [t for t in tensors if matches(rule, t)]
-        if not named and not (rule.whole_role and rule.role in ("activation", "accumulator", "communication")):
+        # A role may be empty (an optimizer without state, a model without loops): a rule for all of it is then kept to the letter.
+        if not named and not (rule.whole_role and not any(t.role == rule.role for t in tensors)):
             raise InputError(f"the rule {rule.text} matches nothing; {_nearest_entry(rule, tensors)}")
         chosen.update((t.name, rule) for t in named)
     return chosen

@@ -107,7 +107,7 @@ def item_job(values: Values, family: Family) -> tuple[Job, list[Any]]:
 
     port = lambda s: Port(slot=s, axis=0, host=values.host[s])  # noqa: E731
     zeros = tuple(jnp.zeros((n, *first.exports[k].aval.shape), first.exports[k].aval.dtype) for k in late)
-    job = Job(reads=tuple(map(port, slots)), writes=tuple(map(port, changed)), compute=compute, sums=zeros, combine=(lax.add,) * len(late))
+    job = Job(reads=tuple(map(port, slots)), writes=tuple(map(port, changed)), compute=compute, sums=zeros, combine=joins(zeros))
     return job, [tuple(item.exports[k] for item in family.items) for k in late]
 
 
@@ -123,6 +123,11 @@ def record(values: Values, variables: list[Any], totals: list[Any]) -> None:
 def spread(value, at, n: int):
     """A vector of ``n`` that is ``value`` at position ``at`` and zero elsewhere."""
     return lax.dynamic_update_index_in_dim(jnp.zeros((n, *value.shape), value.dtype), value, at, 0)
+
+
+def joins(vectors) -> tuple[Any, ...]:
+    """How vectors made by ``spread`` are put together: each position is nonzero in one of them at most."""
+    return tuple(lax.bitwise_or if v.dtype == jnp.bool_ else lax.add for v in vectors)
 
 
 def imports(values: Values, family: Family, needs) -> tuple[list[Any], list[int | None]]:
@@ -163,7 +168,8 @@ def _stack_exports(values: Values, family: Family, variables) -> None:
         jaxprs.run_equations([values.equations[i] for i in needed], env)
         return [env[v] for v in results]
 
-    slots = [values.where[v][0] for v in needs if v in values.where]
+    own = set(values.update.inputs(first.component))
+    slots = [values.where[v][0] for v in needs if v in own]
     if any(values.host[s] for s in slots):
         vectors = _loop_exports(values, family, one, slots, shared, axes, [v.aval for v in results])
     else:
@@ -180,7 +186,7 @@ def _loop_exports(values: Values, family, one, slots, shared, axes, avals):
 
     zeros = tuple(jnp.zeros((n, *a.shape), a.dtype) for a in avals)
     reads = tuple(Port(slot=s, axis=0, host=values.host[s]) for s in slots)
-    job = Job(reads=reads, writes=(), compute=compute, sums=zeros, combine=(lax.add,) * len(avals))
+    job = Job(reads=reads, writes=(), compute=compute, sums=zeros, combine=joins(zeros))
     return streaming.run([job], dict(values.given), 1, n, 0)[0]
 
 

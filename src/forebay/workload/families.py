@@ -16,7 +16,7 @@ import jax
 
 from forebay.workload import jaxprs
 from forebay.workload.program import Stored
-from forebay.workload.update import Component, Update
+from forebay.workload.update import Component, Update, loose
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,8 +94,9 @@ def item_of(update: Update, index: int) -> Item:
 
 
 def _used_outside(update, index):
+    """Variables that other equations read, or that are results of the update: the norm, and scalars of the state, which no component owns."""
     used = {v for e, own in zip(update.jaxpr.jaxpr.eqns, update.owner, strict=True) if own != index for v in e.invars if not jaxprs.is_literal(v)}
-    return used | {update.jaxpr.jaxpr.outvars[-1]}
+    return used | {v for v in update.jaxpr.jaxpr.outvars if not jaxprs.is_literal(v) and loose(v)}
 
 
 def _same_program(update, indices) -> tuple[Item, ...] | None:
