@@ -115,3 +115,12 @@ def test_bent_constants_are_faster_and_slower():
     for work in (matmul(4096), Work(name="w", kind="memory", opcode="x", traffic=Traffic(hbm_read=1e9))):
         assert fast.compute_seconds(work) < Costs(hardware, middle).compute_seconds(work) < slow.compute_seconds(work)
     assert dataclasses.replace(middle) == middle
+
+
+def test_a_type_without_a_known_peak_is_costed_by_bytes_and_said():
+    here = costs("h100-sxm:8")
+    odd = dataclasses.replace(matmul(4096, "s32"), traffic=Traffic(hbm_read=1e9))
+    assert here.unknown(matmul(4096)) == ""
+    assert here.unknown(odd) == "product of s32, whose peak on h100-sxm is not known"
+    assert here.compute_seconds(odd) == here.memory_seconds(1e9)
+    assert costs("tpu-v5p:2x2x1").unknown(matmul(4096, "f32")) == ""

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from forebay.errors import InputError
 from forebay.hardware import Hardware
+from forebay.hardware.chip import Fabric
 from forebay.timeline.collectives import moved_bytes
 from forebay.timeline.constants import Constants
-from forebay.timeline.work import Collective, Work
+from forebay.timeline.work import Collective, Product, Work
 
 LANES = ("compute", "to_device", "to_host", "device", "collective", "side", "disk")
 """Lanes in the order they are drawn. ``device``: copies inside HBM. ``collective``: all domains take turns. ``side``: asynchronous
@@ -38,12 +39,13 @@ class Costs:
         self.hardware, self.constants = hardware, constants
         if hardware.hbm_bytes_per_second is None:
             raise InputError(f"{hardware.name}: the HBM rate is not known; run `forebay probe` on the machine")
-        self.hbm_rate = float(hardware.hbm_bytes_per_second) * constants.memory_efficiency
+        self.hbm_peak = float(hardware.hbm_bytes_per_second)
+        self.hbm_rate = self.hbm_peak * constants.memory_efficiency
         self.is_tpu = hardware.chip.platform == "tpu"
 
     def of(self, work: Work) -> Cost:
         """The price of a piece of work that is not control flow."""
-        if work.kind == "collective":
+        if work.collective is not None:
             return self.collective(work.collective)
         if work.kind == "host_copy":
             return self.host_copy(work)
@@ -64,27 +66,32 @@ class Costs:
             seconds = max(
                 seconds, (read + self._host_seconds("to_host", work.traffic.host_written)) / self.constants.host_kernel_efficiency
             )
-        if work.product is not None and work.product.flops:
-            seconds = max(seconds, work.product.flops / self._flop_rate(work))
+        if work.product is not None and work.product.flops and not self.unknown(work):
+            seconds = max(seconds, work.product.flops / self._flop_rate(work.kind, work.product))
         return seconds
 
-    def peak(self, dtype: str) -> tuple[str, float]:
-        """(the catalog's name, dense peak) of an arithmetic type. TPU multiplies wider types in bf16 passes; one pass is assumed."""
+    def unknown(self, work: Work) -> str:
+        """Why work is costed by its bytes alone: classification's reason, or a type without a known peak. Empty where it is known."""
+        if work.why_unknown or work.product is None or self.peak(work.product.dtype) is not None:
+            return work.why_unknown
+        return f"product of {work.product.dtype}, whose peak on {self.hardware.chip.name} is not known"
+
+    def peak(self, dtype: str) -> tuple[str, float] | None:
+        """(the catalog's name, dense peak) of an arithmetic type, or None. TPU multiplies wider types in bf16; one pass is assumed."""
         name = _DTYPES.get(dtype, "fp8" if dtype.startswith("f8") else dtype)
         peaks = self.hardware.peak_flops
         if self.is_tpu and name not in peaks and name in ("fp32", "tf32", "fp16"):
             name = "bf16"
-        if name not in peaks:
-            raise InputError(f"{self.hardware.name}: no {name} peak is known for a product of {dtype}; known: {', '.join(sorted(peaks))}")
-        return name, float(peaks[name])
+        return (name, float(peaks[name])) if name in peaks and name in self.constants.matmul.limit else None
 
-    def _flop_rate(self, work: Work) -> float:
-        product, constants = work.product, self.constants
-        name, peak = self.peak(product.dtype)
-        if work.kind.startswith("attention"):
+    def _flop_rate(self, kind: str, product: Product) -> float:
+        constants, known = self.constants, self.peak(product.dtype)
+        assert known is not None, product
+        name, peak = known
+        if kind.startswith("attention"):
             ramp = product.m / (product.m + constants.attention_short_queries)
             full = 4096 / (4096 + constants.attention_short_queries)  # the published rates are at 4k to 8k queries
-            share = constants.attention_forward if work.kind == "attention_forward" else constants.attention_backward
+            share = constants.attention_forward if kind == "attention_forward" else constants.attention_backward
             return peak * share * min(1.0, ramp / full)
         side = (max(1.0, product.m) * max(1.0, product.n) * max(1.0, product.k) * max(1.0, product.batch)) ** (1 / 3)
         return peak * constants.matmul.efficiency(name, side)
@@ -96,34 +103,40 @@ class Costs:
             return Cost(lane="collective", seconds=0.0, domain="none")
         if self.is_tpu:
             return self._torus(collective)
-        constants, fabric = self.constants, self.hardware.interconnect
-        node = min(self.hardware.devices, fabric.domain_chips * self.hardware.devices_per_chip) if fabric and fabric.domain_chips else 1
-        hosts, per_host = collective.groups.span(node)
+        constants, fabric = self.constants, self._fabric()
+        chips = fabric.domain_chips or self.hardware.devices_per_host // self.hardware.devices_per_chip
+        hosts, per_host = collective.groups.span(min(self.hardware.devices, chips * self.hardware.devices_per_chip))
         sent = moved_bytes(collective)
-        link = float(fabric.bytes_per_second) * constants.link_efficiency if fabric else math.inf
+        link = float(fabric.bytes_per_second) * constants.link_efficiency
         latency = constants.collective_base_seconds + constants.collective_rank_seconds * (per_host - 1)
         if hosts == 1:
             return Cost(lane="collective", seconds=latency + sent / link, bytes=sent, domain=fabric.name)
-        network = self._network_rate()
+        network, name = self._network()
         latency += constants.collective_host_seconds * (hosts - 1)
-        name = self.hardware.nic.name
         if collective.operation in ("all-to-all", "ragged-all-to-all"):
             far = sent * (size - per_host) / max(1, size - 1)
             return Cost(lane="collective", seconds=latency + max(far / network, (sent - far) / link), bytes=sent, domain=name)
         rate = min(link, per_host * network) if collective.operation != "collective-permute" else network
         return Cost(lane="collective", seconds=latency + sent / rate, bytes=sent, domain=name)
 
-    def _network_rate(self) -> float:
-        if self.hardware.nic is None:
+    def _fabric(self) -> Fabric:
+        if self.hardware.interconnect is None:
+            raise InputError(f"{self.hardware.name}: the program has collectives, but the link between its devices is not known")
+        return self.hardware.interconnect
+
+    def _network(self) -> tuple[float, str]:
+        """(bytes per second of one device's port, the network's name)."""
+        nic = self.hardware.nic
+        if nic is None:
             raise InputError(f"{self.hardware.name}: a collective spans hosts, but the network between hosts is not known")
-        return float(self.hardware.nic.bytes_per_second) * self.constants.network_efficiency
+        return float(nic.bytes_per_second) * self.constants.network_efficiency, nic.name
 
     def _torus(self, collective: Collective) -> Cost:
         """TPU: the share of a chip's links that a group can use. Axes of two chips have one link where longer ones have two.
 
         Assumption: a group smaller than the slice uses log(size)/log(devices) of the axes, at least one; XLA's own mapping is not read.
         """
-        fabric, size = self.hardware.interconnect, collective.groups.size
+        fabric, size = self._fabric(), collective.groups.size
         axes = [int(a) for a in self.hardware.topology.split("x") if a.isdigit()]
         dimensions = 2 if len(axes) == 2 else 3
         links = sum(0 if a < 2 else 1 if a < 4 else 2 for a in axes) / (2 * dimensions)

@@ -120,7 +120,7 @@ def parse_hlo(text: str) -> Module:
     if entry is None:
         raise HloSyntaxError("the module has no ENTRY computation; is the text cut short?")
     return Module(
-        name=_REFERENCE.match(lines[start], len("HloModule ")).group(1),
+        name=lines[start].removeprefix("HloModule ").partition(",")[0].strip(),
         scheduled=header.get("is_scheduled") == "true",
         devices=int(header.get("num_partitions", 1)) * int(header.get("replica_count", 1)),
         entry=entry,

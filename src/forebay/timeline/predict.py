@@ -168,7 +168,8 @@ def _baseline(replay: Replay) -> float:
     total = 0.0
     for key, flops in replay.sums.items():
         if key[0] == "flops" and len(key) == 3:  # (flops, kind, dtype)
-            total += flops / (BASELINE_SHARE * replay.costs.peak(key[2])[1])
+            peak = replay.costs.peak(key[2])
+            total += flops / (BASELINE_SHARE * peak[1]) if peak else 0.0
     return total
 
 

@@ -23,7 +23,7 @@ class Rates:
 
     def _set_host(self, costs: Costs) -> None:
         dram, constants = costs.dram_share(), costs.constants
-        per_share = constants.beside_host_per_hbm_share / float(costs.hardware.hbm_bytes_per_second)
+        per_share = constants.beside_host_per_hbm_share / costs.hbm_peak
         rates = {lane: costs.link_rate(lane) for lane in ("to_device", "to_host")}
         for lane, rate in rates.items():
             self._alone[lane] = min(1.0, dram / rate)

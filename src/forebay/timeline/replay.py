@@ -134,12 +134,12 @@ class Replay:
     def _count(self, work: Work, cost: Cost) -> None:
         self._add(("launches",), 1)
         self._add(("bytes", cost.lane), cost.bytes)
-        if work.flops:
-            self._add(("flops", work.kind), work.flops)
-            self._add(("flops", work.kind, work.product.dtype), work.flops)
-        if work.kind == "unknown":
-            self._add(("unknown", work.why_unknown), cost.seconds)
-            self._add(("unknown count", work.why_unknown), 1)
+        if work.product is not None:
+            self._add(("flops", work.kind), work.product.flops)
+            self._add(("flops", work.kind, work.product.dtype), work.product.flops)
+        if why := self.costs.unknown(work):
+            self._add(("unknown", why), cost.seconds)
+            self._add(("unknown count", why), 1)
         if work.by_kernel and work.kind == "host_copy":
             self.notes.add("some host slices are copied by kernels, not by the copy engine: slower, and they take cores")
         if work.kind in ("host_copy", "collective"):

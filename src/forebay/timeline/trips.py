@@ -30,7 +30,9 @@ class TripCounts:
             return loop.trip_count
         body = self._module.computations.get(loop.attributes["body"].strip("%"))
         condition = self._module.computations.get(loop.attributes["condition"].strip("%"))
-        test = _comparison(condition, self._module) if body and condition else None
+        if body is None or condition is None:
+            return None
+        test = _comparison(condition, self._module)
         if test is None:
             return None
         index, bound, direction = test
@@ -94,7 +96,7 @@ def _constant_or_carried(seen: Instruction, inside: Computation) -> int | tuple[
     return None if index is None else (index,)
 
 
-def _unwrapped(seen: Instruction, inside: Computation, module: Module) -> tuple[Instruction, Computation, dict[str, Instruction]] | None:
+def _unwrapped(seen: Instruction, inside: Computation, module: Module) -> tuple[Instruction, Computation, dict[str, Instruction]]:
     """An instruction, or the root of the small fusion that wraps it, with what its parameters stand for."""
     if seen.opcode != "fusion":
         return seen, inside, {}
