@@ -61,7 +61,7 @@ def _entry(work, tensor: Tensor, rule: Rule | None, mesh, hosted, platform) -> E
     if tensor.role == "activation":
         return _activation(work, tensor, rule, mesh)
     spec = _spec(work, tensor, mesh)
-    local = nbytes(local_shape(tensor.shape, spec, mesh, tensor.name), tensor.dtype) if "key<" not in tensor.dtype else tensor.bytes
+    local = nbytes(local_shape(tensor.shape, spec, mesh, tensor.name), tensor.dtype) if tensor.bytes else 0
     placement, reason = _state_placement(tensor, rule, hosted, platform)
     return Entry(
         name=tensor.name, role=tensor.role, bytes_per_device=local, placement=placement, reason=reason, shape=tensor.shape, dtype=tensor.dtype, spec=spec
@@ -91,6 +91,8 @@ def _tpu_refuses(tensor: Tensor) -> str:
 
 
 def _gradient(tensor: Tensor, rule: Rule | None, hosted) -> tuple[str, str]:
+    if not tensor.movable:
+        return "hbm", tensor.note
     if tensor.name.partition(":")[2] in hosted:
         if rule is not None and rule.placement == "hbm" and not rule.whole_role:
             raise PlacementError(f"{rule.text}: the gradient of a host parameter leaves with its layer; place {tensor.name} on the host")

@@ -183,7 +183,11 @@ class Plan:
     def _fusion(self) -> dict[int, str]:
         work, params = self.bound, self.role("parameter")
         tainted = gradient_dependent(work.update)
-        hosted = [f for f, family in enumerate(work.families) if family.params and all(params[p].placement == "host" for p in family.params)]
+        hosted = [
+            f
+            for f, family in enumerate(work.families)
+            if family.params and all(params[p].placement == "host" and not work.frozen[p] for p in family.params)
+        ]
         if self.options.get("fuse_update", "auto") == "never":
             return dict.fromkeys(hosted, "the option fuse_update is never")
         return {f: why_not(work, work.families[f], self.streams[f], tainted) for f in hosted}

@@ -7,6 +7,7 @@
 A loop is *managed* where at least one of its parameters stands on the host. Without one, this is ``jax.value_and_grad``.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -78,7 +79,7 @@ class _Tape:
             env = {v: self.env[v] for v in read}
             for v, value in zip(inputs, floats, strict=True):
                 waiting = isinstance(env[v], planned.Waiting)
-                env[v] = planned.Waiting(value, env[v].param, env[v].spec, env[v].mesh, env[v].chain) if waiting else value
+                env[v] = dataclasses.replace(env[v], value=value) if waiting else value
             planned.run(self.plan, self.program, eqns, env)
             outs = [planned.fetched(env[v], {}) for v in kept]
             return [o for o in outs if is_float(o)], [o for o in outs if not is_float(o)]

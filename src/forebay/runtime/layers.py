@@ -167,7 +167,7 @@ class LayerPass:
                 "ct": d_carry, "consts": [a + b for a, b in zip(carry["consts"], d_const, strict=True)], "weights": ahead, "pending": pending,
                 "done": {k: carry["weights"][k] for k in consumed}, "arrays": [table[s] for s in slots], "sums": sums,
             }  # fmt: skip
-            left = {k: jax.device_put(d, HOST) if self._gradient_on_host(k) else d for k, d in d_weights.items() if k not in consumed}
+            left = {k: jax.device_put(d, HOST) if self._gradient_on_host(k) else d for k, d in d_weights.items() if k not in consumed and not self.waits[k].frozen}
             return out, (d_plain, left)
 
         weights = self._fetch({k: w.value for k, w in self.waits.items()}, first)

@@ -36,6 +36,7 @@ class Waiting:
     param: int
     spec: tuple
     mesh: Any
+    frozen: bool = False
     chain: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
 
     def follow(self, eqn, values) -> "Waiting":
@@ -49,6 +50,7 @@ class Waiting:
         """Apply the chain to a fetched value. Its spec is pinned first: then the gradient is reduce-scattered before it leaves the device."""
         spec = self.spec[len(self.spec) - len(value.shape) :]
         value = jax.lax.with_sharding_constraint(value, named(self.mesh, spec, "hbm"))
+        value = lax.stop_gradient(value) if self.frozen else value
         for eqn, others in self.chain:
             [value] = _bind_resized(eqn, [value if other is None else other for other in others])
         return value
@@ -76,8 +78,11 @@ def start(plan: Plan, program: Program, stored_params, extra, batch, key) -> dic
     """The program's inputs and constants by variable; host parameters wait."""
     jaxpr = program.jaxpr.jaxpr
     mesh = plan.abstract_mesh()
-    entries = zip(stored_params, plan.role("parameter"), strict=True)
-    given = [Waiting(v, p, e.spec, mesh) if e.placement == "host" else v for p, (v, e) in enumerate(entries)]
+    entries = zip(stored_params, plan.role("parameter"), plan.bound.frozen, strict=True)
+    given = [
+        Waiting(v, p, e.spec, mesh, frozen) if e.placement == "host" else lax.stop_gradient(v) if frozen else v
+        for p, (v, e, frozen) in enumerate(entries)
+    ]
     env = dict(zip(jaxpr.constvars, program.jaxpr.consts, strict=True))
     return env | dict(zip(jaxpr.invars, [*given, *jax.tree.leaves((extra, batch, key))], strict=True))
 

@@ -41,7 +41,7 @@ def apply(plan: Plan, grads, params, opt_state, loss) -> tuple[tuple[Any, ...], 
 def finish(values: Values, fused: frozenset[int] = frozenset()) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
     """Replace every stored array by its new value, but for the families in ``fused``; the results as ``apply`` gives them."""
     work, streams = values.work, values.plan.streams
-    left = [(f, s) for k, (f, s) in enumerate(zip(work.families, streams, strict=True)) if k not in fused]
+    left = [(f, s) for k, (f, s) in enumerate(zip(work.families, streams, strict=True)) if k not in fused and not _unchanged(values, f)]
     groups: dict[tuple, list] = defaultdict(list)
     for family, stream in left:
         if stream.mode in ("slices", "items"):
@@ -63,6 +63,12 @@ def finish(values: Values, fused: frozenset[int] = frozenset()) -> tuple[tuple[A
     new_params = tuple(values.arrays["params", p] for p in range(len(work.stored)))
     new_state = tuple(values.arrays["state", j] for j in range(len(work.stored_state)))
     return new_params, new_state, values.whole([values.update.grad_norm_outvar])[0]
+
+
+def _unchanged(values: Values, family: Family) -> bool:
+    """Whether every array of a family comes out as it went in: frozen parameters."""
+    leaves = [(kind, k) for item in family.items for kind, ks in (("params", item.component.params), ("state", item.component.state)) for k in ks]
+    return all(values.update.outvar(*leaf) is values.update.invar(*leaf) for leaf in leaves)
 
 
 def _grads(values: Values):
@@ -104,9 +110,12 @@ def _unstreamed(values: Values, family: Family, stream) -> None:
 
 
 def _loose_state(values: Values) -> None:
-    """Scalars of the state and scalar parameters: shared values."""
+    """State and parameters that no family owns: scalars, and tables that the update only reads."""
     owned = {place for family in values.work.families for place in jobs.targets(family)}
     for kind, stored in (("params", values.work.stored), ("state", values.work.stored_state)):
         for slot, s in enumerate(stored):
-            if (kind, slot) not in owned:
-                [values.arrays[kind, slot]] = values.whole([values.update.outvar(kind, s.members[0])])
+            if (kind, slot) in owned or all(values.update.outvar(kind, k) is values.update.invar(kind, k) for k in s.members):
+                continue
+            outs = {(kind, k): values.whole([values.update.outvar(kind, k)])[0] for k in s.members}
+            value = _gather(values, outs, kind, slot)
+            values.arrays[kind, slot] = jax.device_put(value, HOST) if values.host[kind, slot] else value

@@ -79,6 +79,11 @@ class Workload:
         """``{entry name: "float32[32,4096]"}``: compared entry by entry when a plan does not match."""
         return {t.name: f"{t.dtype}{list(t.shape)}" + (f"x{t.count}" if t.count > 1 else "") for t in self.tensors}
 
+    @functools.cached_property
+    def frozen(self) -> tuple[bool, ...]:
+        """For each stored parameter, whether the optimizer never changes it."""
+        return tuple(all(self.update.frozen[k] for k in s.members) for s in self.stored)
+
     def program_on(self, mesh) -> Program:
         """The program traced in the context of an abstract mesh (a loss may look at it)."""
         key = None if mesh is None else sharding.mesh_shape(mesh)
@@ -134,7 +139,7 @@ def trace(
     update = trace_update(optimizer, args.params, opt_state, program.jaxpr.out_avals[0].dtype)
     families, stored_state = make_families(update, program.stored)
     tensors = (
-        *_state_tensors(args, opt_state, program, families, stored_state, specs),
+        *_state_tensors(args, opt_state, program, update, families, stored_state, specs),
         *_batch_tensors(args.batch, batch_specs),
         *_activation_tensors(program),
     )
@@ -189,7 +194,7 @@ def _specs(params, batch, shape, param_specs, batch_spec):
     return tuple(specs), tuple(found)
 
 
-def _state_tensors(args, opt_state, program, families, stored_state, specs):
+def _state_tensors(args, opt_state, program, update, families, stored_state, specs):
     params, states = jax.tree.leaves(args.params), jax.tree.leaves(opt_state)
     names, members = stored_names(program.stored, args.params), leaf_names(args.params)
     param_spec = []
@@ -199,7 +204,9 @@ def _state_tensors(args, opt_state, program, families, stored_state, specs):
         param_spec.append(spec)
         common = dict(shape=shape, dtype=str(leaf.dtype), bytes=sharding.nbytes(shape, leaf.dtype), spec=spec, members=tuple(members[k] for k in s.members))
         yield Tensor(name=f"parameter:{name}", role="parameter", **common)
-        yield Tensor(name=f"gradient:{name}", role="gradient", **common)
+        frozen = all(update.frozen[k] for k in s.members)
+        none = {"bytes": 0, "movable": False, "note": "frozen: the optimizer never changes this parameter, so it has no gradient"}
+        yield Tensor(name=f"gradient:{name}", role="gradient", **(common | (none if frozen else {})))
     owner = {j: f.params[0] for f in families if f.params for j in f.state}
     state_members = leaf_names(opt_state)
     for j, (s, name) in enumerate(zip(stored_state, stored_names(stored_state, opt_state), strict=True)):

@@ -13,6 +13,7 @@ Conditionals (``MultiSteps``) become selections, since both branches are needed 
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -23,7 +24,9 @@ from jax import lax
 
 from forebay.errors import InputError
 from forebay.workload import jaxprs, slicing
+from forebay.workload.frozen import frozen_leaves
 
+TABLE_SIZE = 64  # elements: what is shared is computed whole, so it must be small
 _WRITTEN_OUT = (*jaxprs.REMAT, "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
@@ -45,7 +48,8 @@ class Component:
 class Update:
     """The traced update. ``jaxpr``: (grads, params, state, loss) -> (params', state', grad_norm), flat, calls written out.
 
-    ``owner[i]`` is the component that owns equation ``i``, or None where it is shared.
+    ``owner[i]`` is the component that owns equation ``i``, or None where it is shared. ``frozen[k]``: leaf ``k`` never changes and
+    needs no gradient; it has no part in the gradient norm.
     """
 
     jaxpr: Any
@@ -53,6 +57,7 @@ class Update:
     state_leaves: int
     components: tuple[Component, ...]
     owner: tuple[int | None, ...]
+    frozen: tuple[bool, ...] = ()
 
     def invar(self, kind: str, k: int):
         """The input variable of leaf ``k`` of ``grads``, ``params`` or ``state``."""
@@ -63,7 +68,9 @@ class Update:
         return self.jaxpr.jaxpr.invars[-1]
 
     def outvar(self, kind: str, k: int):
-        """The result variable of leaf ``k`` of ``params`` or ``state``."""
+        """The result variable of leaf ``k`` of ``params`` or ``state``: of a frozen parameter, its input."""
+        if kind == "params" and self.frozen[k]:
+            return self.invar(kind, k)
         return self.jaxpr.jaxpr.outvars[{"params": 0, "state": self.leaves}[kind] + k]
 
     @property
@@ -99,18 +106,23 @@ def trace_update(optimizer, params: Any, state: Any, loss_dtype=jnp.float32) -> 
     leaves, tree = jax.tree.flatten(params)
     state_leaves, state_tree = jax.tree.flatten(state)
 
-    def flat(grads, values, states, loss):
+    def flat(counted, grads, values, states, loss):
+        counted = [g for g, c in zip(grads, counted, strict=True) if c]
         grads = jax.tree.unflatten(tree, grads)
         new, new_state = apply_update(optimizer, grads, jax.tree.unflatten(tree, values), jax.tree.unflatten(state_tree, states), loss)
         if jax.tree.structure(new_state) != state_tree:
             raise InputError(f"the optimizer changes the structure of its state from {state_tree} to {jax.tree.structure(new_state)}")
-        return jax.tree.leaves(new), jax.tree.leaves(new_state), grad_norm(grads)
+        return jax.tree.leaves(new), jax.tree.leaves(new_state), grad_norm(counted)
 
-    traced = jax.make_jaxpr(flat)(leaves, leaves, state_leaves, jax.ShapeDtypeStruct((), loss_dtype))
+    args = leaves, leaves, state_leaves, jax.ShapeDtypeStruct((), loss_dtype)
+    traced = jax.make_jaxpr(functools.partial(flat, [True] * len(leaves)))(*args)
     _same_avals(params, state, traced, len(leaves))
     jaxpr = _written_out(traced)
+    frozen = frozen_leaves(jaxpr, len(leaves), len(state_leaves))
+    if any(frozen):
+        jaxpr = _written_out(jax.make_jaxpr(functools.partial(flat, [not f for f in frozen]))(*args))
     owner, components = _split(jaxpr, len(leaves), len(state_leaves))
-    return Update(jaxpr=jaxpr, leaves=len(leaves), state_leaves=len(state_leaves), components=components, owner=owner)
+    return Update(jaxpr=jaxpr, leaves=len(leaves), state_leaves=len(state_leaves), components=components, owner=owner, frozen=frozen)
 
 
 def _same_avals(params, state, traced, n):
@@ -140,13 +152,15 @@ def _written_out(traced):
 
 
 def loose(v) -> bool:
-    """Values that are shared rather than streamed: scalars and random keys."""
+    """Values that are shared rather than streamed: arrays of one element at most, and random keys."""
     aval = v.aval
-    return len(aval.shape) == 0 or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) or (aval.dtype == np.uint32 and aval.size <= 16)
+    return aval.size <= 1 or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) or (aval.dtype == np.uint32 and aval.size <= 16)
 
 
 def _split(jaxpr, n, m):
     eqns, invars = jaxpr.jaxpr.eqns, jaxpr.jaxpr.invars
+    tables = _tables(jaxpr, n, m)
+    free = lambda v: loose(v) or v in tables  # noqa: E731
     parent: dict[Any, Any] = {}
 
     def find(v):
@@ -156,32 +170,43 @@ def _split(jaxpr, n, m):
         return v
 
     for k in range(n):
-        if not loose(invars[k]):
+        if not free(invars[k]):
             parent[find(invars[k])] = find(invars[n + k])
     for eqn in eqns:
-        outs = [v for v in eqn.outvars if not loose(v)]
-        ties = [v for v in eqn.invars if not jaxprs.is_literal(v) and not loose(v) and v not in jaxpr.jaxpr.constvars]
+        outs = [v for v in eqn.outvars if not free(v)]
+        ties = [v for v in eqn.invars if not jaxprs.is_literal(v) and not free(v) and v not in jaxpr.jaxpr.constvars]
         for v in (*ties, *outs) if outs else ():
             parent[find(v)] = find(outs[0])
-    owner: list[Any] = [_array_owner(e, find) for e in eqns]
-    _claim_scalars(jaxpr, owner, find)
-    return _components(jaxpr, owner, find, n, m)
+    owner: list[Any] = [_array_owner(e, find, free) for e in eqns]
+    _claim_scalars(jaxpr, owner, find, free)
+    return _components(jaxpr, owner, find, free, n, m)
 
 
-def _array_owner(eqn, find):
+def _tables(jaxpr, n, m) -> set[Any]:
+    """Small state arrays that the update reads and never changes (Muon's coefficients), and small arrays made from them alone: shared."""
+    new = jaxpr.jaxpr.outvars[n : n + m]
+    kept = {v for v, after in zip(jaxpr.jaxpr.invars[2 * n :], new, strict=False) if v is after and v.aval.size <= TABLE_SIZE}
+    for eqn in jaxpr.jaxpr.eqns:
+        read = [v for v in eqn.invars if not jaxprs.is_literal(v) and not loose(v)]
+        if read and kept.issuperset(read):
+            kept.update(v for v in eqn.outvars if v.aval.size <= TABLE_SIZE)
+    return kept
+
+
+def _array_owner(eqn, find, free):
     """The component of an equation that makes arrays, or that sums the arrays of one component."""
-    made = [v for v in eqn.outvars if not loose(v)]
-    read = {find(v) for v in eqn.invars if not jaxprs.is_literal(v) and not loose(v)}
+    made = [v for v in eqn.outvars if not free(v)]
+    read = {find(v) for v in eqn.invars if not jaxprs.is_literal(v) and not free(v)}
     return find(made[0]) if made else read.pop() if len(read) == 1 else None
 
 
-def _claim_scalars(jaxpr, owner, find):
+def _claim_scalars(jaxpr, owner, find, free):
     """Give each shared scalar equation to the one component that makes and uses it, where there is just one."""
     eqns = jaxpr.jaxpr.eqns
     depends: dict[Any, frozenset] = {}
     for eqn, own in zip(eqns, owner, strict=True):
         sources = [v for v in eqn.invars if not jaxprs.is_literal(v)]
-        found = frozenset().union(*(depends.get(v, frozenset()) if loose(v) else {find(v)} for v in sources), {own} - {None})
+        found = frozenset().union(*(depends.get(v, frozenset()) if free(v) else {find(v)} for v in sources), {own} - {None})
         depends.update((v, found) for v in eqn.outvars)
     users: dict[Any, set] = {v: {"result"} for v in jaxpr.jaxpr.outvars if not jaxprs.is_literal(v)}
     for i in reversed(range(len(eqns))):
@@ -195,12 +220,12 @@ def _claim_scalars(jaxpr, owner, find):
                 users.setdefault(v, set()).add("shared" if owner[i] is None else owner[i])
 
 
-def _components(jaxpr, owner, find, n, m):
+def _components(jaxpr, owner, find, free, n, m):
     invars = jaxpr.jaxpr.invars
     roots: dict[Any, dict] = {}
 
     def member(kind, k, v):
-        if not loose(v):
+        if not free(v):
             roots.setdefault(find(v), {"params": [], "grads": [], "state": [], "equations": []})[kind].append(k)
 
     for k in range(n):
