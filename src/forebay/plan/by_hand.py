@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from forebay.errors import InputError, PlacementError
 from forebay.plan import fsdp
 from forebay.plan.options import compiler_options
@@ -28,12 +30,39 @@ def draft(work: Workload, rules: Mapping[str, str], hardware: Any, options: Mapp
     mesh = _mesh(work, hardware)
     platform = hardware.target.platform if hardware is not None else "cpu"
     won = choose(parse_rules(rules), work.tensors)
-    hosted = {t.name.partition(":")[2] for t in work.tensors if t.role == "parameter" and t.name in won and won[t.name].placement == "host"}
+    stands = {t.name.partition(":")[2]: _state_placement(t, won.get(t.name), (), platform)[0] for t in work.tensors if t.role == "parameter"}
+    hosted = {path for path, place in stands.items() if place == "host"}
     entries = tuple(_entry(work, t, won.get(t.name), mesh, hosted, platform) for t in work.tensors)
+    count = options.get("microbatches", 1)
+    if count != 1:
+        _check_microbatches(work, count, mesh, entries)
+        entries += _accumulators(entries, options.get("accumulator_dtype"))
     on_host = any(e.placement == "host" for e in entries)
     compiler, reasons = compiler_options(platform, on_host)
     merged = {"microbatches": 1, "prefetch": 1, "whole_below_bytes": WHOLE_BELOW_BYTES, "reasons": list(reasons), **options}
     return Draft(mesh=mesh, entries=entries, options=merged | {"compiler": compiler | dict(options.get("compiler", {}))})
+
+
+def _check_microbatches(work, count, mesh, entries) -> None:
+    if not isinstance(count, int) or count < 1:
+        raise InputError(f"microbatches must be a positive whole number, not {count!r}")
+    if not work.reduction:
+        raise InputError(f"{count} microbatches need to know how losses combine: pass reduction='mean', 'sum' or 'weight:NAME' to trace")
+    for e in (e for e in entries if e.role == "batch"):
+        parts = count * (mesh.size(e.spec[0]) if mesh is not None else 1)
+        if not e.shape or e.shape[0] % parts:
+            raise InputError(f"{e.name} has {e.shape[0] if e.shape else 0} rows, which {count} microbatches on {parts // count} shards do not divide")
+
+
+def _accumulators(entries, dtype: str | None) -> tuple[Entry, ...]:
+    """One accumulator for each gradient, where its gradient stands, in at least fp32."""
+    made = []
+    for e in (e for e in entries if e.role == "gradient"):
+        kind = dtype or str(jnp.promote_types(e.dtype, jnp.float32))
+        size = e.bytes_per_device * jnp.dtype(kind).itemsize // jnp.dtype(e.dtype).itemsize
+        path = e.name.partition(":")[2]
+        made.append(dataclasses.replace(e, name=f"accumulator:{path}", role="accumulator", dtype=kind, bytes_per_device=size, reason="beside its gradient"))
+    return tuple(made)
 
 
 def _mesh(work: Workload, hardware) -> MeshShape | None:
