@@ -16,7 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import forebay as fb
 from forebay import runtime
-from forebay.errors import ForebayError, InputError, PlanError
+from forebay.errors import CheckpointError, ForebayError, InputError, PlanError
 from forebay.training import config, data, loop, metrics
 
 pytestmark = pytest.mark.oldest
@@ -165,6 +165,21 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(straight):
 def test_another_model_cannot_resume(straight):
     with pytest.raises(PlanError, match=r"is of another model: kv_heads was 4, now 2;.* start another run with another --out"):
         loop.train(settings(straight[0].folder, model="tiny-gqa", resume=True))
+
+
+def test_a_resume_that_fails_leaves_the_settings_as_they_were(straight):
+    before = (straight[0].folder / "config.json").read_text()
+    unclipped = config.OptimizerConfig(learning_rate=3e-3, decay_steps=STEPS, clip_norm=None)
+    with pytest.raises(CheckpointError, match=r"has no opt_state\.\S+, which this model and optimizer need"):
+        loop.train(settings(straight[0].folder, optimizer=unclipped, resume=True))
+    assert (straight[0].folder / "config.json").read_text() == before
+
+
+def test_a_run_that_is_complete_says_so(straight, capsys):
+    run = loop.train(settings(straight[0].folder, resume=True))
+    assert (run.first_step, run.final_step, run.losses) == (STEPS, STEPS, ())
+    assert f"nothing to do: step {STEPS} of {STEPS} is done" in capsys.readouterr().out
+    assert len(metrics.read(run.metrics)) == STEPS
 
 
 def test_text_that_changed_cannot_resume(straight, tmp_path, monkeypatch):

@@ -1,10 +1,14 @@
 """Sampling: what a model that was made to know one answer says."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from forebay.errors import InputError
+from forebay.training import data
+from forebay.training.evaluate import validation_loss
 from forebay.training.models import llama, presets
 from forebay.training.sample import Sampling, generate
 
@@ -35,6 +39,13 @@ def test_a_temperature_draws_and_a_seed_repeats(successor):
     flat = params | {"head": jnp.zeros_like(params["head"])}
     one, same, other = (generate(model, flat, "a", Sampling(count=20, temperature=1.0, window=8, seed=seed)) for seed in (1, 1, 2))
     assert one == same != other
+
+
+def test_validation_loss_of_a_model_that_knows_nothing(successor):
+    model, params = successor
+    flat = params | {"head": jnp.zeros_like(params["head"])}
+    _, unseen = data.split(data.open_corpus(), batch=2, seq=16)
+    assert validation_loss(model, flat, unseen, steps=2) == pytest.approx(math.log(model.vocab), rel=1e-5)
 
 
 def test_nonsense_is_refused():

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from types import TracebackType
+from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -22,7 +23,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self._old: dict[int, object] = {}
+        self._old: dict[int, Any] = {}
 
     @property
     def exit_code(self) -> int:

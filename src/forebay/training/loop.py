@@ -6,12 +6,14 @@
     for each step:      batch(step) -> device; state, metrics = step(state, batch); metrics of the step before are written
 
 A batch is a function of (seed, step) and the step is in the state, so a resumed run goes on exactly. The loop reads the metrics of
-a step only after the next one is under way; not so on CPU, whose virtual devices can starve each other's collectives.
+a step only after the next one is under way; not so on CPU, whose virtual devices can starve each other's collectives. Limits: one
+process; text as bytes; the Llama family (other models go through the same verbs in a loop of their own).
 """
 
 import dataclasses
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import numpy as np
 from rich.console import Console
 
 import forebay as fb
-from forebay.errors import ForebayError, InputError
+from forebay.errors import ForebayError, InputError, UnsupportedError
 from forebay.training import config as settings
 from forebay.training import data, recipe
 from forebay.training.checkpoints import Checkpoints
@@ -72,12 +74,18 @@ def load_model(name: str) -> Any:
 
 
 def machine() -> fb.Hardware:
-    """This machine with the devices that jax has: those of all hosts of the job, or the virtual devices of a CPU."""
+    """This machine, with the devices that jax has on it: a CPU may have been split into virtual ones.
+
+    Raises:
+        UnsupportedError: the job has several processes.
+    """
+    if jax.process_count() > 1:
+        raise UnsupportedError(
+            f"forebay train runs in one process and this job has {jax.process_count()}; "
+            "write the loop around forebay.init and forebay.train_step, which take a mesh over all of them"
+        )
     seen, devices = fb.Hardware.here(), jax.device_count()
-    if devices == seen.devices:
-        return seen
-    hosts = devices // seen.devices if seen.chip.platform != "cpu" and devices % seen.devices == 0 else 1
-    return dataclasses.replace(seen, name=f"{seen.chip.name}:{devices}", hosts=hosts, devices_per_host=devices // hosts)
+    return seen if devices == seen.devices else dataclasses.replace(seen, name=f"{seen.chip.name}:{devices}", devices_per_host=devices)
 
 
 def prepare(config: TrainConfig) -> Setup:
@@ -116,22 +124,22 @@ def train(config: TrainConfig) -> Run:
     """
     console = Console()
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    with StopRequest() as stop:
-        checkpoints = _open_checkpoints(config)
+    with StopRequest() as stop, closing(_open_checkpoints(config)) as checkpoints:
         setup = prepare(config)
         entropy = data.unigram_entropy_nats(setup.train)
         if config.resume:
             check_same_run(config, setup.record, checkpoints.record(), say)
             note_new_plan(config.out / PLAN_FILE, setup.plan, say)
-        checkpoints.check_space(setup.plan.abstract_tree())
-        settings.save(config)
-        setup.plan.save(config.out / PLAN_FILE)
         say(str(setup.plan))
         say(f"text: {setup.train.corpus.name}, {setup.train.corpus.length:,} bytes, unigram entropy {entropy:.4f} nats")
+        checkpoints.check_space(setup.plan.abstract_tree())
         state = _restored(setup, checkpoints) if config.resume else _born(setup)
+        settings.save(config)  # only now: what cannot be resumed leaves the run's own settings as they were
+        setup.plan.save(config.out / PLAN_FILE)
         first = int(state.step)
+        if first >= config.steps:
+            say(f"nothing to do: step {first} of {config.steps} is done; ask for more with --steps")
         losses = _steps(setup, state, checkpoints, stop, console)
-        checkpoints.close()
     return Run(
         folder=config.out,
         first_step=first,
@@ -182,6 +190,7 @@ def _steps(setup: Setup, state: Any, checkpoints: Checkpoints, stop: StopRequest
                 clock.read(pending.pop(0))
             if due:
                 checkpoints.save(done, state.to_tree(), setup.record)
+                clock.restart()
         while pending:
             clock.read(pending.pop(0))
         if done > first:
@@ -195,6 +204,10 @@ class _Clock:
     def __init__(self, setup: Setup, first: int, log: MetricsLog, losses: list[float]):
         self._setup, self._first, self._log, self._losses = setup, first, log, losses
         self._schedule = recipe.schedule(setup.config.optimizer, setup.config.schedule_steps())
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to count the next step's seconds now: what was done since the last step is none of it."""
         self._before = time.perf_counter()
 
     def read(self, metrics: dict[str, jax.Array]) -> None:
@@ -209,7 +222,7 @@ class _Clock:
                 step=step,
                 loss=loss,
                 grad_norm=grad_norm,
-                learning_rate=float(self._schedule(step - 1)),
+                learning_rate=float(np.asarray(self._schedule(step - 1))),
                 step_seconds=seconds,
                 tokens_per_second=config.data.batch * config.data.seq / seconds,
                 includes_compile=step == self._first + 1,
@@ -226,7 +239,7 @@ def device_batch(setup: Setup, step: int) -> dict[str, jax.Array]:
     """The batch of ``step`` on the mesh: each process reads and places only the rows that its devices hold."""
     wanted = setup.plan.abstract_batch(setup.mesh)["tokens"]
 
-    def rows(index: tuple[slice, ...]) -> np.ndarray:
+    def rows(index: Any) -> np.ndarray:
         return setup.train.tokens(step, index[0])[(slice(None), *index[1:])]
 
     return {"tokens": jax.make_array_from_callback(wanted.shape, wanted.sharding, rows)}
