@@ -190,6 +190,8 @@ class Plan:
         ]
         if self.options.get("fuse_update", "auto") == "never":
             return dict.fromkeys(hosted, "the option fuse_update is never")
+        if self.options.get("microbatches", 1) > 1:
+            return dict.fromkeys(hosted, "it waits for the last microbatch")
         return {f: why_not(work, work.families[f], self.streams[f], tainted) for f in hosted}
 
     def to_json(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from forebay.errors import InputError, PlanError
 from forebay.plan import Plan, State
 from forebay.runtime import update as updates
+from forebay.runtime.accumulate import accumulated
 from forebay.runtime.gradients import loss_and_gradients
 from forebay.workload import Workload, trace
 from forebay.workload.sharding import mesh_shape, named
@@ -114,8 +115,10 @@ def _step(plan: Plan, state: State, batch: Any):
     with jax.sharding.use_abstract_mesh(mesh):
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         values = updates.begin(plan, state.stored_params, state.stored_opt_state)
-        program = plan.bound.program_on(mesh)
-        loss, aux, extra, grads = loss_and_gradients(plan, program, values, state.stored_params, state.extra, batch, key)
+        if plan.options["microbatches"] > 1:
+            loss, aux, extra, grads = accumulated(plan, mesh, state.stored_params, state.extra, batch, key)
+        else:
+            loss, aux, extra, grads = loss_and_gradients(plan, plan.bound.program_on(mesh), values, state.stored_params, state.extra, batch, key)
         values.receive(pinned(plan, mesh, grads), loss)
         params, opt_state, norm = updates.finish(values, plan.fused)
     metrics = {"loss": loss, "grad_norm": norm} | ({} if aux is None else {"aux": aux})

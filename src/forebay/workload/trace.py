@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,7 @@ class Workload:
     stored: tuple[Stored, ...]
     stored_state: tuple[Stored, ...]
     name: str = ""
+    reduction: str = ""
 
     @property
     def parameters(self) -> int:
@@ -84,12 +86,14 @@ class Workload:
         """For each stored parameter, whether the optimizer never changes it."""
         return tuple(all(self.update.frozen[k] for k in s.members) for s in self.stored)
 
-    def program_on(self, mesh) -> Program:
-        """The program traced in the context of an abstract mesh (a loss may look at it)."""
-        key = None if mesh is None else sharding.mesh_shape(mesh)
-        cache = self.__dict__.setdefault("_programs", {None: self.program})
+    def program_on(self, mesh, microbatches: int = 1) -> Program:
+        """The program traced in the context of an abstract mesh (a loss may look at it), on one microbatch."""
+        key = (None if mesh is None else sharding.mesh_shape(mesh), microbatches)
+        cache = self.__dict__.setdefault("_programs", {(None, 1): self.program})
         if key not in cache:
-            cache[key] = programs.build(self.loss_fn, self.args, mesh, self._specs())
+            cut = lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // microbatches, *leaf.shape[1:]), leaf.dtype)  # noqa: E731
+            args = self.args if microbatches == 1 else dataclasses.replace(self.args, batch=jax.tree.map(cut, self.args.batch))
+            cache[key] = programs.build(self.loss_fn, args, mesh, self._specs())
             if cache[key].stored != self.stored:
                 raise InputError("the loss has other repeated layers when it is traced on the mesh: it must not depend on the mesh in its structure")
         return cache[key]
@@ -110,6 +114,7 @@ def trace(
     mesh: Any = None,
     param_specs: Any = None,
     batch_spec: Any = None,
+    reduction: str | None = None,
     name: str = "",
 ) -> Workload:
     """Trace one training step on shapes.
@@ -123,6 +128,8 @@ def trace(
         extra: mutable state that is not differentiated (batch statistics, caches).
         mesh, param_specs, batch_spec: a Mesh or AbstractMesh, a tree of PartitionSpecs shaped like ``params`` (or a
             function of the leaf's path and shape), and the spec of every batch leaf's leading axes.
+        reduction: how losses of parts of a batch combine, which allows microbatches: ``"mean"`` (parts of equal size), ``"sum"``, or
+            ``"weight:NAME"``, weighted by ``aux["NAME"]`` (a number of tokens, say). None: microbatches are refused.
         name: what to call the workload in plans.
 
     Raises:
@@ -145,8 +152,18 @@ def trace(
     )
     return Workload(
         loss_fn=loss_fn, optimizer=optimizer, args=args, opt_state=opt_state, mesh=shape, batch_specs=batch_specs, tensors=tensors,
-        program=program, update=update, families=families, stored=program.stored, stored_state=stored_state, name=name,
+        program=program, update=update, families=families, stored=program.stored, stored_state=stored_state, name=name, reduction=_reduction(reduction, program),
     )  # fmt: skip
+
+
+def _reduction(reduction: str | None, program) -> str:
+    if reduction is None or reduction in ("mean", "sum"):
+        return reduction or ""
+    aux = jax.tree.unflatten(program.out_tree, program.jaxpr.out_avals)[1]
+    name = reduction.removeprefix("weight:")
+    if not reduction.startswith("weight:") or not isinstance(aux, dict) or name not in aux or aux[name].shape != ():
+        raise InputError(f"reduction={reduction!r} is not 'mean', 'sum' or 'weight:NAME' with aux['NAME'] a scalar of the loss's aux")
+    return reduction
 
 
 def _shape_of(leaf):
@@ -202,7 +219,7 @@ def _state_tensors(args, opt_state, program, update, families, stored_state, spe
         leaf, spec = params[s.members[0]], specs[s.members[0]]
         shape, spec = stacked(leaf.shape, spec, s)
         param_spec.append(spec)
-        common = dict(shape=shape, dtype=str(leaf.dtype), bytes=sharding.nbytes(shape, leaf.dtype), spec=spec, members=tuple(members[k] for k in s.members))
+        common = _state_array(shape, leaf.dtype, spec, tuple(members[k] for k in s.members))
         yield Tensor(name=f"parameter:{name}", role="parameter", **common)
         frozen = all(update.frozen[k] for k in s.members)
         none = {"bytes": 0, "movable": False, "note": "frozen: the optimizer never changes this parameter, so it has no gradient"}
@@ -215,10 +232,15 @@ def _state_tensors(args, opt_state, program, update, families, stored_state, spe
         spec = None
         if specs[0] is not None:
             spec = _state_spec(shape, owner.get(j), program.stored, params, param_spec)
-        yield Tensor(
-            name=f"optimizer:{name}", role="optimizer", shape=shape, dtype=str(leaf.dtype), bytes=sharding.nbytes(shape, leaf.dtype), spec=spec,
-            members=tuple(state_members[k] for k in s.members), movable=len(shape) > 0, note="" if shape else "a scalar stays on the device",
-        )  # fmt: skip
+        yield Tensor(name=f"optimizer:{name}", role="optimizer", **_state_array(shape, leaf.dtype, spec, tuple(state_members[k] for k in s.members)))
+
+
+def _state_array(shape, dtype, spec, members) -> dict[str, Any]:
+    scalar = math.prod(shape) <= 1
+    return {
+        "shape": shape, "dtype": str(dtype), "bytes": sharding.nbytes(shape, dtype), "spec": spec, "members": members,
+        "movable": not scalar, "note": "a scalar stays on the device" if scalar else "",
+    }  # fmt: skip
 
 
 def stacked(shape, spec, stored: Stored):
