@@ -21,7 +21,7 @@ import forebay
 from forebay.compiler import judge
 from forebay.hardware import Hardware
 from forebay.timeline.constants import Constants, constants_of
-from forebay.timeline.predict import BASELINE_SHARE, predict, read_schedule
+from forebay.timeline.predicting import BASELINE_SHARE, predict, read_schedule
 from forebay.training.models.llama import train_flops_per_token
 from forebay.training.models.presets import preset
 from forebay.units import GIB
@@ -109,7 +109,8 @@ def measure(row: Row) -> dict:
         "predicted_seconds": forecast.step_seconds, "low_seconds": forecast.low_seconds, "high_seconds": forecast.high_seconds,
         "error": forecast.step_seconds / row.published_seconds - 1, "baseline_seconds": forecast.baseline_seconds,
         "baseline_error": forecast.baseline_seconds / row.published_seconds - 1, "mfu": forecast.mfu, "path": dict(forecast.path),
-        "unknown_share": forecast.unknown_share, "exposed_collective_seconds": forecast.exposed_collective_seconds, "curve": curve,
+        "unknown_share": forecast.unknown_share, "replay_seconds": forecast.replay_seconds,
+        "exposed_collective_seconds": forecast.exposed_collective_seconds, "curve": curve,
     }  # fmt: skip
 
 

@@ -3,7 +3,7 @@ import pytest
 from forebay.hardware import Hardware
 from forebay.records.entries import Entry
 from forebay.timeline.exposure import charge
-from forebay.timeline.predict import predict
+from forebay.timeline.predicting import predict
 
 pytestmark = pytest.mark.oldest
 

@@ -121,3 +121,28 @@ def test_texts_without_a_schedule_or_with_a_cycle_are_refused(module):
     )
     with pytest.raises(HloSyntaxError, match="calls itself"):
         classify(parse_hlo(cycle))
+
+
+def test_a_tpu_all_reduce_that_keeps_a_slice_is_a_reduce_scatter(module):
+    callee = """
+        %fused (p0: f32[64]) -> f32[8] {
+          %p0 = f32[64]{0} parameter(0)
+          %r = f32[64]{0} all-reduce(%p0), replica_groups=[1,8]<=[8], to_apply=%fused
+          %i = s32[] constant(0)
+          ROOT %s = f32[8]{0} dynamic-slice(%r, %i), dynamic_slice_sizes={8}
+        }"""
+    found = works(module("%a = f32[64]{0} parameter(0)\nROOT %f = f32[8]{0} fusion(%a), kind=kCustom, calls=%fused", callee))[-1]
+    assert (found.kind, found.collective.operation, found.collective.full_bytes) == ("collective", "reduce-scatter", 256)
+
+
+def test_a_fusion_that_multiplies_while_it_communicates_keeps_both(module):
+    callee = """
+        %fused (p0: f32[8,8], p1: f32[64,64]) -> f32[64,64] {
+          %p0 = f32[8,8]{1,0} parameter(0)
+          %p1 = f32[64,64]{1,0} parameter(1)
+          %g = f32[64,8]{1,0} all-gather(%p0), replica_groups=[1,8]<=[8], dimensions={0}
+          ROOT %d = f32[64,8]{1,0} dot(%p1, %g), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+        }"""
+    body = "%a = f32[8,8]{1,0} parameter(0)\n%b = f32[64,64]{1,0} parameter(1)\nROOT %f = f32[64,8]{1,0} fusion(%a, %b), calls=%fused"
+    found = works(module(body, callee))[-1]
+    assert (found.kind, found.flops, found.collective.operation) == ("matmul", 2 * 64 * 64 * 8, "all-gather")

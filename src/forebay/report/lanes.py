@@ -10,7 +10,7 @@ _SHADES = " .:-=+*#%@"
 
 
 def lane_picture(events: Iterable, step_seconds: float, width: int = 72) -> str:
-    """One row a lane, ``width`` columns of equal time; a darker character is a fuller column. Events as ``forebay.timeline.trace``
+    """One row a lane, ``width`` columns of equal time; a darker character is a fuller column. Events as ``forebay.timeline.events``
     gives them."""
     rows: dict[str, list[float]] = {}
     column = step_seconds / width

@@ -1,5 +1,6 @@
 """Collectives: which operation, how many bytes, between which devices."""
 
+import dataclasses
 import math
 
 from forebay.timeline.groups import Groups, parse_groups, parse_pairs
@@ -26,6 +27,17 @@ def collective_of(operation: str, instruction: Instruction, inside: Computation,
     if operation == "ragged-all-to-all":  # operands: data, output, then four arrays of offsets and sizes
         return Collective(operation=operation, full_bytes=float(min(sizes[:2])), groups=groups)
     return Collective(operation=operation, full_bytes=sum(sizes), groups=groups)
+
+
+def scattered(collective: Collective, fused: Computation) -> Collective:
+    """An all-reduce whose fusion keeps only this device's slice is a reduce-scatter: the form that libtpu gives it."""
+    if collective.operation == "all-reduce" and fused.root.opcode in ("dynamic-slice", "bitcast") and _slices(fused):
+        return dataclasses.replace(collective, operation="reduce-scatter")
+    return collective
+
+
+def _slices(fused: Computation) -> bool:
+    return any(i.opcode == "dynamic-slice" and fused.by_name[i.operands[0]].opcode in ("all-reduce", "bitcast") for i in fused.instructions)
 
 
 def _of_pairs(pairs: tuple[tuple[int, int], ...]) -> Groups:

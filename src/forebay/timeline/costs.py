@@ -45,14 +45,16 @@ class Costs:
 
     def of(self, work: Work) -> Cost:
         """The price of a piece of work that is not control flow."""
-        if work.collective is not None:
+        if work.collective is not None and work.product is None:
             return self.collective(work.collective)
         if work.kind == "host_copy":
             return self.host_copy(work)
         if work.kind == "device_copy":
             return Cost(lane="device", seconds=self.memory_seconds(work.traffic.hbm_bytes), bytes=work.traffic.hbm_bytes)
-        lane = "side" if work.asynchronous else "compute"
-        return Cost(lane=lane, seconds=self.compute_seconds(work), bytes=work.traffic.hbm_bytes)
+        seconds = self.compute_seconds(work)
+        if work.collective is not None:  # a fusion that multiplies while it communicates takes as long as the longer of the two
+            seconds = max(seconds, self.collective(work.collective).seconds)
+        return Cost(lane="side" if work.asynchronous else "compute", seconds=seconds, bytes=work.traffic.hbm_bytes)
 
     def memory_seconds(self, hbm_bytes: float) -> float:
         """Seconds of a kernel that moves bytes through HBM: the time it takes to fill and drain the chip, then the bytes."""

@@ -4,7 +4,7 @@ Only computations that run in sequence are visited (the entry, loop bodies, bran
 list; fused computations are read where they are called. What is not known is costed by its bytes with kind ``unknown`` and a
 reason, and the forecast reports the share of time so costed. An unknown *syntax* is an error."""
 
-from forebay.timeline.collectives import COLLECTIVES, collective_of
+from forebay.timeline.collectives import COLLECTIVES, collective_of, scattered
 from forebay.timeline.parse import Computation, Instruction, Module
 from forebay.timeline.products import attention_product, convolution_product, cublas_product, cudnn_convolution_product, dot_product
 from forebay.timeline.shapes import HloSyntaxError, Shape, Tuple, arrays
@@ -201,8 +201,8 @@ def _fusion(instruction: Instruction, inside: Computation, module: Module) -> Wo
             found = _custom_call(piece, within)
             kind, products = found.kind, products + ([found.product] if found.product else [])
         elif piece.opcode in COLLECTIVES:
-            collective = collective_of(piece.opcode, piece, within, module.devices)
-    if collective is not None:
+            collective = scattered(collective_of(piece.opcode, piece, within, module.devices), within)
+    if collective is not None and not products:
         return _named(instruction, "collective", collective=collective, traffic=traffic)
     if not products:
         only_copies = all(p.opcode in _COPIES or p.opcode in _FREE for p in fused.instructions)
@@ -210,7 +210,7 @@ def _fusion(instruction: Instruction, inside: Computation, module: Module) -> Wo
     largest = max(products, key=lambda p: p.flops)
     flops = sum(p.flops for p in products)
     product = Product(flops=flops, dtype=largest.dtype, m=largest.m, n=largest.n, k=largest.k, batch=largest.batch)
-    return _named(instruction, kind, traffic=traffic, product=product)
+    return _named(instruction, kind, traffic=traffic, product=product, collective=collective)
 
 
 def _pieces(fused: Computation, module: Module):

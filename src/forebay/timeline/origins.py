@@ -79,7 +79,8 @@ class Origins:
 
 
 def _same_buffer(seen: Instruction, inside: Computation) -> bool:
-    """Whether an instruction hands its first operand's buffer on: a view, the end of an async copy, an update in place of a host buffer."""
+    """Whether an instruction hands its first operand's buffer on: a view, the end of an async copy, an update in place of a host
+    buffer."""
     if seen.opcode in _THROUGH or seen.opcode.endswith("-done"):
         return bool(seen.operands)
     return seen.opcode.endswith("-start") and bool(seen.operands) and _on_host(inside, seen.operands[0])

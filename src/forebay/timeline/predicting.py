@@ -31,6 +31,7 @@ class Schedule:
 
     program: Program
     origins: Mapping[str, Origin]
+    notes: tuple[str, ...] = ()
 
     @property
     def uses_host(self) -> bool:
@@ -41,7 +42,16 @@ def read_schedule(source: Verdict | str) -> Schedule:
     """The schedule of a verdict or of HLO text. Raises InputError where there is no scheduled HLO."""
     module = parse_hlo(source if isinstance(source, str) else source.hlo)
     program = classify(module)
-    return Schedule(program=program, origins=_origins(module, program))
+    notes = () if isinstance(source, str) else _assumed_limit(source)
+    return Schedule(program=program, origins=_origins(module, program), notes=notes)
+
+
+def _assumed_limit(verdict: Verdict) -> tuple[str, ...]:
+    """XLA:GPU schedules for a memory limit, and a step can change by several per cent with it: the forecast says which was assumed."""
+    if not verdict.target.startswith("cuda"):
+        return ()
+    slop = verdict.compiler_options.get("xla_gpu_memory_limit_slop_factor", 95)
+    return (f"scheduled for 80 % of the device's memory x {slop} % (xla_gpu_memory_limit_slop_factor); the job's own limit may differ",)
 
 
 def _origins(module: Module, program: Program) -> dict[str, Origin]:
@@ -82,11 +92,18 @@ def predict(
     return _with_band(forecast, min(*ends, middle.now), max(*ends, middle.now), time.perf_counter() - began)
 
 
-def trace(verdict_or_hlo: Verdict | str | Schedule, hardware: Hardware, *, constants: Constants | None = None) -> tuple[Event, ...]:
+def events(verdict_or_hlo: Verdict | str | Schedule, hardware: Hardware, *, constants: Constants | None = None) -> tuple[Event, ...]:
     """The bars of one replayed step, loops as their first, a steady and their last iteration; for ``perfetto`` and the lane picture."""
     schedule = verdict_or_hlo if isinstance(verdict_or_hlo, Schedule) else read_schedule(verdict_or_hlo)
     constants = constants or constants_of(hardware.chip.name, hardware.chip.vendor)
     return tuple(_replay(schedule, hardware, constants, {}, tracing=True).events)
+
+
+def widened(forecast: Forecast, other: Forecast) -> Forecast:
+    """``forecast`` with a band that holds ``other`` too: the same step compiled under another assumption, such as another memory
+    limit."""
+    low, high = min(forecast.low_seconds, other.low_seconds), max(forecast.high_seconds, other.high_seconds)
+    return replace(forecast, low_seconds=low, high_seconds=high)
 
 
 def _replay(schedule: Schedule, hardware: Hardware, constants: Constants, trips: dict[str, int], *, tracing: bool = False) -> Replay:
@@ -110,7 +127,7 @@ def _forecast(replay: Replay, schedule: Schedule, hardware: Hardware, tokens: fl
     copies = _copies(replay, schedule)
     unknown = _table(replay, "unknown")
     counts = _table(replay, "unknown count")
-    notes = set(replay.notes)
+    notes = {*replay.notes, *schedule.notes}
     if replay.costs.is_tpu:
         notes.add("TPU: collectives use an even share of the torus; XLA's mapping of groups to links is not read")
     return Forecast(

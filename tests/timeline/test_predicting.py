@@ -6,7 +6,7 @@ from forebay.errors import InputError
 from forebay.hardware import Hardware
 from forebay.records.forecast import Forecast
 from forebay.timeline.perfetto import to_perfetto, write_perfetto
-from forebay.timeline.predict import predict, read_schedule, trace
+from forebay.timeline.predicting import events, predict, read_schedule, widened
 
 pytestmark = pytest.mark.oldest
 
@@ -106,7 +106,7 @@ def test_a_program_that_does_nothing_is_an_error(module):
 
 def test_the_trace_follows_the_format(compiled, version, tmp_path):
     text = compiled("offload", "gpu", version)
-    path = write_perfetto(trace(text, MACHINES["gpu"]), tmp_path / "trace.json")
+    path = write_perfetto(events(text, MACHINES["gpu"]), tmp_path / "trace.json")
     data = json.loads(path.read_text())
     tracks = {e["tid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
     assert {"compute", "collectives", "host to device", "device to host"} <= set(tracks.values())
@@ -124,3 +124,11 @@ def test_the_trace_follows_the_format(compiled, version, tmp_path):
     step = predict(text, MACHINES["gpu"]).step_seconds * 1e6
     assert max(by_track.values()) == pytest.approx(step, rel=0.02)
     assert to_perfetto([])["traceEvents"]
+
+
+def test_the_band_can_hold_another_schedule(compiled):
+    one, other = (predict(compiled("offload", "gpu", version), MACHINES["gpu"]) for version in ("0.10.2", "0.12.0.1"))
+    both = widened(one, other)
+    assert both.step_seconds == one.step_seconds
+    assert both.low_seconds <= other.low_seconds
+    assert both.high_seconds >= other.high_seconds
