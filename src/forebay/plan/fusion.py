@@ -24,7 +24,7 @@ def gradient_dependent(update: Update) -> set[Any]:
 
 def why_not(work, family: Family, stream: Stream, tainted: set[Any]) -> str:
     """The reason why a host family is not updated in the backward pass; empty where it is."""
-    if stream.mode not in ("slices", "items") or stream.size != 1 or stream.rest:
+    if stream.mode != "items" and not stream.layered:
         return "its update does not run layer by layer"
     [p] = family.params
     loops = [loop for loop in work.program.loops if p in loop.params]

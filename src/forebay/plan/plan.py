@@ -15,7 +15,7 @@ from forebay.plan import by_hand as hand
 from forebay.plan import planfile
 from forebay.plan.fusion import gradient_dependent, why_not
 from forebay.plan.state import Layout, State
-from forebay.plan.streams import Stream, choose_stream
+from forebay.plan.streams import Stream, align, choose_stream
 from forebay.records import Entry, Verdict
 from forebay.workload import Workload
 from forebay.workload.sharding import MeshShape, named
@@ -167,7 +167,7 @@ class Plan:
             spec = params[f.params[0]].spec if f.params else ()
             hosted = any(params[p].placement == "host" for p in f.params) or any(state[j].placement == "host" for j in f.state)
             out.append(choose_stream(work, f, spec, self.mesh, hosted, self.options["whole_below_bytes"]))
-        return tuple(out)
+        return align(tuple(out))
 
     @functools.cached_property
     def unfused(self) -> dict[int, str]:

@@ -21,7 +21,8 @@ WHOLE_BELOW_BYTES = 64 * 2**10
 class Stream:
     """``mode``: ``resident`` (nothing on the host), ``slices``, ``items`` or ``whole``.
 
-    For ``slices``: ``count`` slices of ``size`` positions along ``axis`` of ``sliced``, then ``rest`` positions.
+    For ``slices``: ``count`` slices of ``size`` positions along ``axis`` of ``sliced``, then ``rest`` positions. ``layered``: the
+    slices are the layers of a stack that a loop scans.
     """
 
     mode: str
@@ -31,6 +32,7 @@ class Stream:
     count: int = 1
     rest: int = 0
     sliced: Sliced | None = None
+    layered: bool = False
 
 
 def choose_stream(work, family: Family, spec: tuple, mesh, hosted: bool, whole_below_bytes: int) -> Stream:
@@ -65,12 +67,36 @@ def _slices(work, family, tensor, spec, local, itemsize) -> Stream:
             refused = refused or str(why)
             continue
         if axis == 0 and stack:
-            return Stream(mode="slices", reason=f"streamed layer by layer, {local[0]} layers", axis=0, size=1, count=local[0], sliced=sliced)
+            return Stream(mode="slices", reason=f"streamed layer by layer, {local[0]} layers", axis=0, size=1, count=local[0], sliced=sliced, layered=True)
         per_position = math.prod(local) * itemsize // local[axis]
         size = chunk(local[axis], max(1, CHUNK_BYTES // per_position))
         reason = f"streamed in {math.ceil(local[axis] / size)} chunks along axis {axis}"
         return Stream(mode="slices", reason=reason, axis=axis, size=size, count=local[axis] // size, rest=local[axis] % size, sliced=sliced)
     return Stream(mode="whole", reason=f"moved whole: {refused}")
+
+
+def align(streams: tuple[Stream, ...]) -> tuple[Stream, ...]:
+    """The streams with one number of slices where possible: leaves that share a loop read beside each other's writes.
+
+    Unstacked leaves are cut into as many slices as there are layers, or into as many as the largest of them needs.
+    """
+    layered = {s.count for s in streams if s.mode == "items" or (s.mode == "slices" and s.layered)}
+    cut = [s for s in streams if s.mode == "slices" and not s.layered]
+    if not cut:
+        return streams
+    needed = max(s.count + bool(s.rest) for s in cut)
+    count = next((n for n in sorted(layered) if n >= needed), max(needed, 2))
+    return tuple(_recut(s, count) if s in cut else s for s in streams)
+
+
+def _recut(stream: Stream, count: int) -> Stream:
+    length = stream.sliced.size
+    if length < count:
+        return stream
+    size = length // count
+    chunks = count + bool(length % count)
+    reason = f"streamed in {chunks} chunks along axis {stream.axis}"
+    return dataclasses.replace(stream, size=size, count=count, rest=length - size * count, reason=reason)
 
 
 def chunk(length: int, limit: int) -> int:

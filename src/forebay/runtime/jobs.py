@@ -88,6 +88,8 @@ def slice_job(values: Values, family: Family, stream: Stream, sums: list[Any], w
         compute=compute,
         sums=tuple(identity(name, v.aval) for name, v in zip(names, sums, strict=True)),
         combine=tuple(slicing.REDUCTIONS[n] for n in names),
+        size=stream.size,
+        rest=stream.rest,
     )
 
 
@@ -151,7 +153,7 @@ def sum_pass(values: Values, f: int, variables: list[Any]) -> None:
         _stack_exports(values, family, variables)
         return
     job = slice_job(values, family, stream, variables, write=False)
-    [sums] = streaming.run([job], dict(values.given), stream.size, stream.count, stream.rest)
+    [sums] = streaming.run([job], dict(values.given), stream.count)
     record(values, variables, sums)
 
 
@@ -187,7 +189,7 @@ def _loop_exports(values: Values, family, one, slots, shared, axes, avals):
     zeros = tuple(jnp.zeros((n, *a.shape), a.dtype) for a in avals)
     reads = tuple(Port(slot=s, axis=0, host=values.host[s]) for s in slots)
     job = Job(reads=reads, writes=(), compute=compute, sums=zeros, combine=joins(zeros))
-    return streaming.run([job], dict(values.given), 1, n, 0)[0]
+    return streaming.run([job], dict(values.given), n)[0]
 
 
 def _part(values: Values, item: Item, wanted):

@@ -158,7 +158,7 @@ class LayerPass:
             table, sums = dict(zip(slots, carry["arrays"], strict=True)), carry["sums"]
             if fused.jobs:
                 given = self._given(fused, slot_of, carry["done"], carry["pending"])
-                sums = visit(fused.jobs, table, sums, self._next(i, True), 1, given, live=i != first)
+                sums = visit(fused.jobs, table, sums, self._next(i, True), given, live=i != first)
             stacks = {k: table.get(("params", w.param), w.value) for k, w in self.waits.items()}
             ahead = self._fetch(stacks, self._next(i, False))
             d_const, d_carry, d_weights, d_plain = self._pull(carry["weights"], plain, saved, [*carry["ct"], *ys])
@@ -180,7 +180,7 @@ class LayerPass:
         end, (d_plain, left) = lax.scan(body, start, xs, length=self.shape.length, reverse=not self.shape.reverse)
         table, sums = dict(zip(slots, end["arrays"], strict=True)), end["sums"]
         if fused.jobs:
-            sums = visit(fused.jobs, table, sums, self._first(True), 1, self._given(fused, slot_of, end["done"], end["pending"]))
+            sums = visit(fused.jobs, table, sums, self._first(True), self._given(fused, slot_of, end["done"], end["pending"]))
         fused.arrays.update(table)
         gradients = {self.waits[k].param: g for k, g in left.items()}
         return end["consts"], end["ct"], d_plain, gradients, sums

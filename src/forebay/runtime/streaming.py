@@ -35,55 +35,68 @@ class Port:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Job:
-    """One leaf's work on a slice: ``compute(start, size, slices) -> (new slices of writes, partial sums)``."""
+    """One leaf's work on a slice: ``compute(start, size, slices) -> (new slices of writes, partial sums)``.
+
+    A slice has ``size`` positions; behind the last whole slice ``rest`` positions remain.
+    """
 
     reads: tuple[Port, ...]
     writes: tuple[Port, ...]
     compute: Callable[[Any, int, list[Any]], tuple[list[Any], list[Any]]]
     sums: tuple[Any, ...] = ()
     combine: tuple[Callable, ...] = ()
+    size: int = 1
+    rest: int = 0
 
 
-def run(jobs: list[Job], arrays: dict[Any, Any], size: int, count: int, rest: int, into: dict[Any, Any] | None = None) -> list[list[Any]]:
-    """Stream ``count`` slices of ``size`` positions, then ``rest`` positions, of ``arrays`` through all jobs.
+def run(jobs: list[Job], arrays: dict[Any, Any], count: int, into: dict[Any, Any] | None = None) -> list[list[Any]]:
+    """Stream ``count`` slices, then what remains, of ``arrays`` through all jobs. The new arrays are put into ``into``.
 
-    The new arrays are put into ``into``. Returns the sums of each job over all slices.
+    Returns the sums of each job over all slices.
     """
     slots = list(dict.fromkeys(p.slot for job in jobs for p in job.writes))
 
     def body(i, carry):
         table = arrays | dict(zip(slots, carry[0], strict=True))
-        sums = visit(jobs, table, carry[1], i * size if size > 1 else i, size)
+        sums = visit(jobs, table, carry[1], i)
         return [table[s] for s in slots], sums
 
     start = [arrays[s] for s in slots], [list(job.sums) for job in jobs]
     buffers, sums = lax.fori_loop(0, count, body, start)
     table = arrays | dict(zip(slots, buffers, strict=True))
-    if rest:
-        sums = visit(jobs, table, sums, count * size, rest)
+    left = [k for k, job in enumerate(jobs) if job.rest]
+    if left:
+        ends = [dataclasses.replace(jobs[k], size=jobs[k].rest) for k in left]
+        last = visit(ends, table, [sums[k] for k in left], None, starts=[count * jobs[k].size for k in left])
+        sums = [last[left.index(k)] if k in left else total for k, total in enumerate(sums)]
     if into is not None:
         into.update((s, table[s]) for s in slots)
     return sums
 
 
-def visit(jobs: list[Job], table: dict[Any, Any], sums: list[list[Any]], start, size: int, given: dict[Any, Any] | None = None, live=None) -> list[list[Any]]:
-    """One iteration: every job on its slice at ``start``, the next job's reads ordered behind this one's update. ``table`` is changed.
+def visit(
+    jobs: list[Job], table: dict[Any, Any], sums: list[list[Any]], at, given: dict[Any, Any] | None = None, live=None, starts=None
+) -> list[list[Any]]:
+    """One iteration: every job on its slice number ``at`` (or at ``starts``), the next job's reads ordered behind this one's update.
 
-    ``given``: slices that are on the device already, by slot. Where ``live`` is False, what stands there is written back.
+    ``table`` is changed. ``given``: slices that are on the device already, by slot. Where ``live`` is False, what stands there is
+    written back.
     """
     out = []
-    after = start
     given = given or {}
-    ahead = _fetch(jobs[0], table, start, size, given)
+    starts = starts or [at * job.size if job.size > 1 else at for job in jobs]
+    ahead = _fetch(jobs[0], table, starts[0], given)
     for k, job in enumerate(jobs):
-        current = ahead
+        current, start = ahead, starts[k]
         if k + 1 < len(jobs):
-            ahead = _fetch(jobs[k + 1], table, after, size, given)
-        new, partial = job.compute(start, size, current)
+            following = starts[k + 1] if k == 0 else after[0]
+            ahead = _fetch(jobs[k + 1], table, following, given)
+        new, partial = job.compute(start, job.size, current)
         if live is not None:
             new, partial = _unless(live, job, current, new, partial)
         if len(jobs) > 1:
-            (new, partial), after = lax.optimization_barrier(((new, partial), start))
+            # What comes after this update starts from indices that exist only once it is done.
+            (new, partial), after = lax.optimization_barrier(((new, partial), [jnp.asarray(s) for s in starts[k + 2 : k + 3]]))
         for port, value in zip(job.writes, new, strict=True):
             value = jax.device_put(value, HOST) if port.host else value
             table[port.slot] = lax.dynamic_update_slice_in_dim(table[port.slot], value, start, port.axis)
@@ -98,11 +111,11 @@ def _unless(live, job: Job, current, new, partial):
     return new, [jnp.where(live, value, zero) for value, zero in zip(partial, job.sums, strict=True)]
 
 
-def _fetch(job: Job, table: dict[Any, Any], start, size: int, given: dict[Any, Any]) -> list[Any]:
+def _fetch(job: Job, table: dict[Any, Any], start, given: dict[Any, Any]) -> list[Any]:
     def slice_of(port):
         if port.slot in given:
             return given[port.slot]
-        value = lax.dynamic_slice_in_dim(table[port.slot], start, size, port.axis)
+        value = lax.dynamic_slice_in_dim(table[port.slot], start, job.size, port.axis)
         return jax.device_put(value, DEVICE) if port.host else value
 
     return [slice_of(port) for port in job.reads]

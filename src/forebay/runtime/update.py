@@ -42,18 +42,16 @@ def finish(values: Values, fused: frozenset[int] = frozenset()) -> tuple[tuple[A
     """Replace every stored array by its new value, but for the families in ``fused``; the results as ``apply`` gives them."""
     work, streams = values.work, values.plan.streams
     left = [(f, s) for k, (f, s) in enumerate(zip(work.families, streams, strict=True)) if k not in fused and not _unchanged(values, f)]
-    groups: dict[tuple, list] = defaultdict(list)
+    groups: dict[int, list] = defaultdict(list)
     for family, stream in left:
         if stream.mode in ("slices", "items"):
-            layered = stream.size == 1 and not stream.rest
-            groups[(stream.count,) if layered else (stream.count, id(family))].append((family, stream))
-    ready = [([jobs.final_job(values, *member) for member in group], group) for group in groups.values()]
+            groups[stream.count].append((family, stream))
+    ready = [([jobs.final_job(values, *member) for member in group], count) for count, group in groups.items()]
     for family, stream in left:
         if stream.mode in ("resident", "whole"):
             _at_once(values, family)
-    for made, group in ready:
-        stream = group[0][1]
-        sums = streaming.run([job for job, _ in made], values.arrays | _grads(values), stream.size, stream.count, stream.rest, values.arrays)
+    for made, count in ready:
+        sums = streaming.run([job for job, _ in made], values.arrays | _grads(values), count, values.arrays)
         for (_, variables), totals in zip(made, sums, strict=True):
             jobs.record(values, variables, totals)
     for family, stream in zip(work.families, streams, strict=True):
