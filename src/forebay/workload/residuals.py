@@ -168,7 +168,7 @@ def _aliases_and_taint(flat, loop, weights):
         for out in eqn.outvars:
             only[out] = kind
             if eqn.primitive.name == "name":
-                before = first.get(eqn.invars[0])
+                before = None if jaxprs.is_literal(eqn.invars[0]) else first.get(eqn.invars[0])
                 name = eqn.params["name"]
                 first[out] = before or (name if name.startswith(MARK) else None)
                 if name.startswith(MARK):
