@@ -1,6 +1,9 @@
 import collections
+import contextlib
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from forebay.timeline.kinds import classify
 from forebay.timeline.parse import HloSyntaxError, parse_hlo
@@ -146,3 +149,16 @@ def test_a_fusion_that_multiplies_while_it_communicates_keeps_both(module):
     body = "%a = f32[8,8]{1,0} parameter(0)\n%b = f32[64,64]{1,0} parameter(1)\nROOT %f = f32[64,8]{1,0} fusion(%a, %b), calls=%fused"
     found = works(module(body, callee))[-1]
     assert (found.kind, found.flops, found.collective.operation) == ("matmul", 2 * 64 * 64 * 8, "all-gather")
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_texts_are_refused_by_name_or_still_mean_something(compiled, data):
+    lines = compiled(data.draw(st.sampled_from(["whole", "stream"])), "gpu", "0.12.0.1").splitlines()
+    at = data.draw(st.integers(0, len(lines) - 1))
+    cut = data.draw(st.integers(0, len(lines[at])))
+    lines[at] = (
+        lines[at][:cut] + data.draw(st.sampled_from(["", "(", "}", ", x=", "%y", "S(5)"])) + lines[at][cut + data.draw(st.integers(0, 3)) :]
+    )
+    with contextlib.suppress(HloSyntaxError):
+        classify(parse_hlo("\n".join(lines)))

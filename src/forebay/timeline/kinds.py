@@ -48,10 +48,19 @@ def classify(module: Module) -> Program:
         if name not in module.computations:
             raise HloSyntaxError(f"the schedule calls the computation {name!r}, which the module does not hold")
         inside = module.computations[name]
-        done[name] = tuple(_loop(i, inside, trips) if i.opcode == "while" else _work(i, inside, module) for i in inside.instructions)
+        done[name] = tuple(_checked(i, inside, module, trips) for i in inside.instructions)
         waiting += [c for work in done[name] for c in work.callees]
     _refuse_cycles(done, module.entry)
     return Program(entry=module.entry, devices=module.devices, computations=done)
+
+
+def _checked(instruction: Instruction, inside: Computation, module: Module, trips: TripCounts) -> Work:
+    """The work of an instruction; one that lacks what its opcode needs is a syntax error with its line, not a KeyError."""
+    try:
+        return _loop(instruction, inside, trips) if instruction.opcode == "while" else _work(instruction, inside, module)
+    except (KeyError, IndexError, ValueError) as error:
+        where = f"HLO line {instruction.line}: {instruction.opcode} {instruction.name!r}"
+        raise HloSyntaxError(f"{where} lacks something that it needs to be costed ({type(error).__name__}: {error})") from error
 
 
 def _refuse_cycles(computations: dict[str, tuple[Work, ...]], entry: str) -> None:
@@ -78,6 +87,8 @@ def _work(instruction: Instruction, inside: Computation, module: Module) -> Work
         return _named(instruction, "done", awaits=_started(instruction, inside))
     if opcode.endswith("-update") and opcode != "dynamic-update-slice":
         return _named(instruction, "free")
+    if opcode in ("conditional", "call") and not instruction.callees:
+        raise KeyError("the computations that it calls")
     if opcode == "conditional":
         return _named(instruction, "conditional", callees=instruction.callees)
     if opcode == "call":

@@ -122,11 +122,18 @@ def parse_hlo(text: str) -> Module:
     return Module(
         name=lines[start].removeprefix("HloModule ").partition(",")[0].strip(),
         scheduled=header.get("is_scheduled") == "true",
-        devices=int(header.get("num_partitions", 1)) * int(header.get("replica_count", 1)),
+        devices=_count(header, "num_partitions") * _count(header, "replica_count"),
         entry=entry,
         computations=computations,
         aliases={int(output or 0): int(argument) for output, argument in _ALIAS.findall(header.get("input_output_alias", ""))},
     )
+
+
+def _count(header: dict[str, str], key: str) -> int:
+    text = header.get(key, "1")
+    if not text.isdigit() or int(text) < 1:
+        raise HloSyntaxError(f"the HloModule line says {key}={text!r}; expected a count")
+    return int(text)
 
 
 def _computations(lines: list[str], first: int) -> tuple[dict[str, Computation], str | None]:
@@ -163,6 +170,10 @@ def _computation(name: str, body: list[Instruction], line: int) -> Computation:
     by_name = {i.name: i for i in body}
     if len(by_name) != len(body):
         raise HloSyntaxError(f"HLO line {line}: the computation {name!r} defines a name twice")
+    for instruction in body:
+        for operand in instruction.operands:
+            if operand not in by_name:
+                raise HloSyntaxError(f"HLO line {instruction.line}: {instruction.name!r} uses {operand!r}, which {name!r} does not define")
     return Computation(name=name, instructions=tuple(body), by_name=by_name)
 
 
@@ -170,7 +181,7 @@ def parse_instruction(line: str, number: int = 0) -> Instruction:
     """One instruction line, stripped. ``number`` is for the message of an error."""
     try:
         return _instruction(line, number)
-    except HloSyntaxError as error:
+    except (HloSyntaxError, IndexError, ValueError) as error:  # cut or damaged lines end where the grammar still expects something
         raise HloSyntaxError(f"HLO line {number}: {error} in {line[:160]!r}") from None
 
 

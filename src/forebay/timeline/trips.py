@@ -22,7 +22,7 @@ class TripCounts:
         for computation in module.computations.values():
             for instruction in computation.instructions:
                 if instruction.opcode == "while":
-                    self._callers.setdefault(instruction.attributes["body"].strip("%"), []).append((computation, instruction))
+                    self._callers.setdefault(instruction.attributes.get("body", "").strip("%"), []).append((computation, instruction))
 
     def of(self, loop: Instruction, inside: Computation) -> int | None:
         """How often the body of a ``while`` runs; None where the loop is not of the counted form."""
