@@ -80,7 +80,8 @@ class Checkpoints:
         if free < needed:
             raise CheckpointError(
                 f"a checkpoint needs {show_bytes(needed)} in {self.folder} and {show_bytes(free)} are free; "
-                f"free {show_bytes(needed - free)} there, keep fewer with --checkpoint.keep, or choose a folder on another disk with --out. {self._what_stays()}"
+                f"free {show_bytes(needed - free)} there, keep fewer with --checkpoint.keep, or choose a folder on another disk with --out. "
+                f"{self._what_stays()}"
             )
 
     def save(self, step: int, tree: Any, record: dict[str, Any]) -> None:
