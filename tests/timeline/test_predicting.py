@@ -132,3 +132,9 @@ def test_the_band_can_hold_another_schedule(compiled):
     assert both.step_seconds == one.step_seconds
     assert both.low_seconds <= other.low_seconds
     assert both.high_seconds >= other.high_seconds
+
+
+def test_a_machine_of_another_size_is_refused_where_devices_talk(compiled, version):
+    with pytest.raises(InputError, match="compiled for 8 devices and h100-sxm:64 has 64"):
+        predict(compiled("fsdp", "gpu", version), Hardware.named("h100-sxm:64"))
+    assert predict(compiled("stream", "gpu", version), Hardware.named("h100-sxm:1")).step_seconds > 0

@@ -200,9 +200,12 @@ def _instruction(line: str, number: int) -> Instruction:
     rest = line[close + 1 :]
     literal = opcode.group(1) in ("constant", "parameter", "iota", "partition-id", "replica-id")
     operands = () if literal else tuple(_operand(p) for p in parts if p.strip())
+    attributes = _attributes(rest[1:], number) if rest.startswith(",") else _no_rest(rest)
+    if opcode.group(1) == "get-tuple-element" and not attributes.get("index", "").isdigit():
+        raise HloSyntaxError("get-tuple-element without an index")
     return Instruction(
         name=match.group(2), opcode=opcode.group(1), shape=shape, operands=operands, arguments=arguments, line=number,
-        attributes=_attributes(rest[1:], number) if rest.startswith(",") else _no_rest(rest), is_root=match.group(1) is not None,
+        attributes=attributes, is_root=match.group(1) is not None,
     )  # fmt: skip
 
 

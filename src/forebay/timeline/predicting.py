@@ -107,6 +107,12 @@ def widened(forecast: Forecast, other: Forecast) -> Forecast:
 
 
 def _replay(schedule: Schedule, hardware: Hardware, constants: Constants, trips: dict[str, int], *, tracing: bool = False) -> Replay:
+    communicates = any(w.collective and w.collective.groups.size > 1 for works in schedule.program.computations.values() for w in works)
+    if communicates and schedule.program.devices != hardware.devices:
+        raise InputError(
+            f"the program is compiled for {schedule.program.devices} devices and {hardware.name} has {hardware.devices}: its collectives "
+            "cannot be placed on that machine; name the machine it was compiled for, or judge it again"
+        )
     costs = Costs(hardware, constants)
     rates = Rates(costs, schedule.uses_host)
     return Replay(schedule.program, costs, rates, tracing=tracing, trips=trips).run()
