@@ -80,7 +80,7 @@ class Checkpoints:
         if free < needed:
             raise CheckpointError(
                 f"a checkpoint needs {show_bytes(needed)} in {self.folder} and {show_bytes(free)} are free; "
-                f"free {show_bytes(needed - free)} there, keep fewer with --checkpoint.keep, or choose a folder on another disk with --out. "
+                f"free {show_bytes(needed - free)} there, keep fewer with --checkpoint.keep, or give --out a folder on another disk. "
                 f"{self._what_stays()}"
             )
 
