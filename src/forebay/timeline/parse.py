@@ -203,6 +203,8 @@ def _instruction(line: str, number: int) -> Instruction:
     attributes = _attributes(rest[1:], number) if rest.startswith(",") else _no_rest(rest)
     if opcode.group(1) == "get-tuple-element" and not attributes.get("index", "").isdigit():
         raise HloSyntaxError("get-tuple-element without an index")
+    if opcode.group(1) == "parameter" and not arguments.isdigit():
+        raise HloSyntaxError("parameter without a number")
     return Instruction(
         name=match.group(2), opcode=opcode.group(1), shape=shape, operands=operands, arguments=arguments, line=number,
         attributes=attributes, is_root=match.group(1) is not None,
