@@ -125,7 +125,7 @@ def test_an_array_that_stands_elsewhere_is_named():
 
 def test_other_parameters_are_refused():
     loss, plan, state = setting(SCANNED, {}, optax.sgd(0.1))
-    with pytest.raises(PlanError, match="the parameter tree is .* and the plan was made for"):
+    with pytest.raises(PlanError, match=r"the parameter tree is .* and the plan was made for"):
         fb.value_and_grad(loss, plan)(state.params["layers"], batch_of())
     wrong = {**state.params, "embed": jnp.zeros((4, 4))}
     with pytest.raises(PlanError, match=r"parameter:embed is float\d+\[4, 4\] and the plan was made for float\d+\[16, 16\]"):
@@ -134,7 +134,7 @@ def test_other_parameters_are_refused():
 
 def test_another_optimizer_is_refused():
     _, plan, _ = setting(SCANNED, {}, optax.adamw(1e-2))
-    with pytest.raises(PlanError, match="this optimizer's state is .* make a plan for it"):
+    with pytest.raises(PlanError, match=r"this optimizer's state is .* make a plan for it"):
         fb.update(optax.sgd(0.1, momentum=0.9), plan)
 
 
@@ -144,6 +144,17 @@ def test_an_optimizer_that_needs_the_loss_says_so():
     (_, _), grads = fb.value_and_grad(loss, plan)(state.params, batch_of())
     with pytest.raises(InputError, match="asks for the value of the loss"):
         fb.update(optimizer, plan)(state.params, state.opt_state, grads)
+
+
+def test_a_frozen_parameter_has_no_gradient_and_stays():
+    labels = {"embed": "frozen", "layers": "trained"}
+    optimizer = optax.multi_transform({"frozen": optax.set_to_zero(), "trained": optax.adamw(1e-2)}, labels)
+    loss, plan, state = setting(SCANNED, {"parameter": "host", "optimizer": "host"}, optimizer)
+    (_, _), grads = jax.jit(fb.value_and_grad(loss, plan))(state.params, batch_of())
+    assert grads["embed"] is None
+    params, _, _ = jax.jit(fb.update(optimizer, plan))(state.params, state.opt_state, grads)
+    assert jnp.array_equal(jax.device_get(params["embed"]), jax.device_get(state.params["embed"]))
+    assert not jnp.array_equal(jax.device_get(params["layers"]["in"]), jax.device_get(state.params["layers"]["in"]))
 
 
 def test_a_plan_from_a_file_must_be_bound_first(tmp_path):

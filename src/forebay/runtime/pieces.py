@@ -8,9 +8,9 @@
         params, opt_state, grad_norm = update(params, opt_state, grads)
         return params, opt_state, loss
 
-Idea: the same code as the train step's, without its State. Each function takes the user's own tree, or the tuple of *stored* arrays
-(``state.stored_params``, ``state.stored_opt_state``), and answers in kind. Where the plan stores leaves of repeated layers stacked, only the stored
-arrays can be streamed; the user's tree is then refused, because cutting it up and putting it together again would be a second copy.
+Idea: the same code as the train step's, without its State. Each function takes the user's own tree, or the tuple of *stored*
+arrays (``state.stored_params``, ``state.stored_opt_state``), and answers in kind. Where the plan stores leaves of repeated layers
+stacked, only the stored arrays can be streamed; the user's tree is then refused: to put it together would be a second copy.
 
 Limits: gradients pass from one function to the other, so a backward pass fused with the update exists in ``train_step`` alone, and so does
 gradient accumulation. Both functions are for the inside of the user's ``jax.jit``, whose arguments stand where the plan puts them.
@@ -27,7 +27,7 @@ from forebay.plan import Plan
 from forebay.plan.state import unstack
 from forebay.runtime.gradients import loss_and_gradients
 from forebay.runtime.step import pinned
-from forebay.runtime.update import apply
+from forebay.runtime.update import begin, finish
 from forebay.workload.families import make_families
 from forebay.workload.update import trace_update
 
@@ -37,7 +37,8 @@ _SPACES = {"hbm": jax.memory.Space.Device, "host": jax.memory.Space.Host}
 def value_and_grad(loss_fn: Callable, plan: Plan) -> Callable:
     """``grad(params, batch, key=None, extra=None) -> ((loss, aux), grads)`` with parameters and activations where ``plan`` puts them.
 
-    ``params`` is the user's tree or ``state.stored_params``; ``grads`` comes back in kind, the gradient of a parameter on the host on the host.
+    ``params`` is the user's tree or ``state.stored_params``; ``grads`` comes back in kind, that of a host parameter on the host,
+    and None for a parameter that the plan's optimizer never changes.
     ``aux`` is None for a loss without it, and ``(aux, new_extra)`` for one with extra state, as ``loss_fn`` returns it.
 
     Raises:
@@ -52,18 +53,18 @@ def value_and_grad(loss_fn: Callable, plan: Plan) -> Callable:
         with jax.sharding.use_abstract_mesh(mesh):
             loss, aux, new_extra, grads = loss_and_gradients(plan, plan.bound.program_on(mesh), None, arrays, extra, batch, key)
             grads = pinned(plan, mesh, grads)
-        grads = tuple(grads[p] for p in range(len(arrays)))
+        grads = tuple(None if frozen else grads[p] for p, frozen in enumerate(plan.bound.frozen))
         return (loss, aux if extra is None else (aux, new_extra)), kind(grads)
 
     return grad
 
 
 def update(optimizer: Any, plan: Plan) -> Callable:
-    """``update(params, opt_state, grads, loss=None) -> (params, opt_state, grad_norm)``: ``optimizer.update`` and ``apply_updates`` under ``plan``.
+    """``update(params, opt_state, grads, loss=None) -> (params, opt_state, grad_norm)``: Optax's update, applied, under ``plan``.
 
-    What stands on the host is streamed and written back in place, so donate ``params`` and ``opt_state`` to the jit around it; jax pairs donated
-    arrays with results of the same shape in order, which is why both have the same order here. Arguments are the user's trees or stored
-    arrays, and come back in kind. ``loss`` reaches transformations that ask for ``value``.
+    What stands on the host is streamed and written back in place, so donate ``params`` and ``opt_state`` to the jit around it; jax
+    pairs donated arrays with results of the same shape in order, which is why both have the same order here. Arguments are the
+    user's trees or stored arrays, and come back in kind. ``loss`` reaches transformations that ask for ``value``.
 
     Raises:
         PlanError: the plan is not bound to a workload, or was made for another optimizer or other parameters.
@@ -71,17 +72,19 @@ def update(optimizer: Any, plan: Plan) -> Callable:
     """
     plan = _unfused(_with_optimizer(plan, optimizer))
 
-    def run(params: Any, opt_state: Any, grads: Any, loss: Any = None) -> tuple[Any, Any, Any]:
+    def apply(params: Any, opt_state: Any, grads: Any, loss: Any = None) -> tuple[Any, Any, Any]:
         if loss is None and _reads_loss(plan):
             raise InputError("this optimizer asks for the value of the loss: pass it, update(params, opt_state, grads, loss)")
         gradients, _ = _stored(plan, "gradient", grads)
         states, kind_of_state = _stored(plan, "optimizer", opt_state)
         values, kind_of_params = _stored(plan, "parameter", params)
         with jax.sharding.use_abstract_mesh(plan.abstract_mesh()):
-            values, states, norm = apply(plan, gradients, values, states, loss)
+            run = begin(plan, values, states)
+            run.receive({p: g for p, g in enumerate(gradients) if g is not None}, loss)
+            values, states, norm = finish(run)
         return kind_of_params(values), kind_of_state(states), norm
 
-    return run
+    return apply
 
 
 def _with_loss(plan: Plan, loss_fn) -> Plan:
@@ -98,11 +101,12 @@ def _with_optimizer(plan: Plan, optimizer) -> Plan:
     state = jax.eval_shape(optimizer.init, work.args.params)
     wanted = work.opt_state
     if jax.tree.structure(state) != jax.tree.structure(wanted) or str(state) != str(wanted):
-        raise PlanError(f"this optimizer's state is {jax.tree.structure(state)} and the plan was made for {jax.tree.structure(wanted)}: make a plan for it")
+        made, like = jax.tree.structure(state), jax.tree.structure(wanted)
+        raise PlanError(f"this optimizer's state is {made} and the plan was made for {like}: make a plan for it")
     traced = trace_update(optimizer, work.args.params, state, work.program.jaxpr.out_avals[0].dtype)
     families, stored_state = make_families(traced, work.stored)
     if stored_state != work.stored_state:
-        raise PlanError("this optimizer ties its arrays together in another way than the one that the plan was made for: make a plan for it")
+        raise PlanError("this optimizer ties its arrays together in another way than that of the plan: make a plan for it")
     return dataclasses.replace(plan, work=dataclasses.replace(work, optimizer=optimizer, update=traced, families=families))
 
 
@@ -115,7 +119,8 @@ def _unfused(plan: Plan) -> Plan:
         path = e.name.partition(":")[2]
         if e.role != "gradient" or path not in hosted:
             return e
-        return dataclasses.replace(e, placement="host", bytes_per_device=whole[f"parameter:{path}"], reason="it passes from value_and_grad to update")
+        size = whole[f"parameter:{path}"]
+        return dataclasses.replace(e, placement="host", bytes_per_device=size, reason="it passes from value_and_grad to update")
 
     return dataclasses.replace(plan, entries=tuple(map(entry, plan.entries)), options={**plan.options, "fuse_update": "never"})
 
@@ -129,17 +134,28 @@ def _stored(plan: Plan, role: str, tree: Any) -> tuple[tuple[Any, ...], Callable
     """The stored arrays of one role, and the function that gives such arrays back in the form in which they came."""
     layout, entries = plan.layout, plan.role(role)
     stored, wanted = (layout.opt_state, layout.opt_tree) if role == "optimizer" else (layout.params, layout.params_tree)
-    if jax.tree.structure(tree) == wanted:
+    if (leaves := _leaves(wanted, tree)) is not None:
         _refuse_stacked(stored, entries, role)
-        leaves = jax.tree.leaves(tree)
-        arrays, kind = tuple(leaves[s.members[0]] for s in stored), lambda arrays: jax.tree.unflatten(wanted, unstack(stored, arrays))
-    elif jax.tree.structure(tree) == jax.tree.structure((0,) * len(stored)):
-        arrays, kind = tuple(tree), tuple
+        arrays = tuple(leaves[s.members[0]] for s in stored)
+        kind = lambda arrays: jax.tree.unflatten(wanted, unstack(stored, arrays))  # noqa: E731
+    elif isinstance(tree, tuple) and len(tree) == len(stored):
+        arrays, kind = tree, tuple
     else:
-        raise PlanError(f"the {role} tree is {jax.tree.structure(tree)} and the plan was made for {wanted}, stored as a tuple of {len(stored)} arrays")
-    for array, entry in zip(arrays, entries, strict=True):
-        _check(array, entry)
+        raise PlanError(
+            f"the {role} tree is {jax.tree.structure(tree)} and the plan was made for {wanted}, stored as {len(stored)} arrays in a tuple"
+        )
+    for p, (array, entry) in enumerate(zip(arrays, entries, strict=True)):
+        if not (role == "gradient" and plan.bound.frozen[p] and array is None):
+            _check(array, entry)
     return arrays, kind
+
+
+def _leaves(wanted: Any, tree: Any) -> list[Any] | None:
+    """What ``tree`` holds in the places of the leaves of ``wanted``, or None where it is another tree."""
+    try:
+        return wanted.flatten_up_to(tree)
+    except ValueError:
+        return None
 
 
 def _refuse_stacked(stored, entries, role: str) -> None:
@@ -147,18 +163,20 @@ def _refuse_stacked(stored, entries, role: str) -> None:
     if stacks:
         field = "stored_opt_state" if role == "optimizer" else "stored_params"
         raise PlanError(
-            f"the plan stores {len(stacks)} stacks of the leaves of repeated layers (such as {stacks[0]}), so this cannot take your own tree: "
-            f"make the state with forebay.init or forebay.place and pass state.{field}, or write the layers as a scan"
+            f"the plan stores {len(stacks)} stacks of the leaves of repeated layers (such as {stacks[0]}), so this cannot take your own "
+            f"tree: make the state with forebay.init or forebay.place and pass state.{field}, or write the layers as a scan"
         )
 
 
 def _check(array: Any, entry) -> None:
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise PlanError(f"{entry.name} is {type(array).__name__} and the plan was made for {entry.dtype}{list(entry.shape)}")
     aval = jax.typeof(array)
     if (aval.shape, str(aval.dtype)) != (entry.shape, entry.dtype):
         raise PlanError(f"{entry.name} is {aval.dtype}{list(aval.shape)} and the plan was made for {entry.dtype}{list(entry.shape)}")
     if aval.memory_space != _SPACES[entry.placement]:
         stands, wanted = ("host", "HBM") if entry.placement == "hbm" else ("HBM", "host")
         raise InputError(
-            f"{entry.name} stands in {stands} memory and the plan puts it in {wanted} memory; give jit the shardings of plan.abstract_state(mesh), "
-            "or make the state with forebay.init"
+            f"{entry.name} stands in {stands} memory and the plan puts it in {wanted} memory; give jit the shardings of "
+            "plan.abstract_state(mesh), or make the state with forebay.init"
         )

@@ -1,0 +1,6 @@
+"""The benchmark scripts are importable here, as they are to one another."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
