@@ -1,6 +1,7 @@
 """A plan from rules: every tensor gets a placement and the reason for it."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -141,12 +142,22 @@ def _activation(work, tensor: Tensor, rule: Rule | None, mesh) -> Entry:
         reason = f"not moved by {rule.text}: {tensor.note}"
     elif rule is not None and rule.placement == "recompute" and carry:
         placement, reason = "hbm", "the loop's carry, from which recomputation starts"
+    elif rule is not None and rule.placement == "host" and (why := _scalar_residual(tensor)):
+        if not rule.whole_role and "*" not in rule.glob:
+            raise PlacementError(f"{rule.text}: {tensor.name} cannot stand on the host: {why}")
+        placement, reason = "hbm" if tensor.written == "host" else tensor.written, why
     elif rule is not None:
         placement, reason = rule.placement, f"rule {rule.text}"
     stands = 0 if placement == "recompute" or not tensor.movable and tensor.count > 1 else _activation_bytes(work, tensor, mesh)
     return Entry(
         name=tensor.name, role="activation", bytes_per_device=stands, placement=placement, reason=reason, shape=tensor.shape, dtype=tensor.dtype
     )
+
+
+def _scalar_residual(tensor: Tensor) -> str:
+    if math.prod(tensor.shape) <= 1:
+        return "a scalar of each layer stays on the device"
+    return "random keys stay on the device" if tensor.dtype.startswith("key<") else ""
 
 
 def _activation_bytes(work, tensor: Tensor, mesh) -> int:

@@ -21,7 +21,7 @@ import jax
 from jax import lax
 
 from forebay.plan import Plan
-from forebay.workload import jaxprs, residuals
+from forebay.workload import jaxprs, residuals, slicing
 from forebay.workload.program import LayerLoop, Program, follows
 from forebay.workload.sharding import named
 
@@ -51,16 +51,18 @@ class Waiting:
         spec = self.spec[len(self.spec) - len(value.shape) :]
         value = jax.lax.with_sharding_constraint(value, named(self.mesh, spec, "hbm"))
         value = lax.stop_gradient(value) if self.frozen else value
+        layer = len(value.shape) < len(self.spec)
+        value = lax.expand_dims(value, (0,)) if layer and self.chain else value
         for eqn, others in self.chain:
-            [value] = _bind_resized(eqn, [value if other is None else other for other in others])
-        return value
+            [value] = _bind_resized(eqn, [value if other is None else other for other in others], others.index(None))
+        return lax.squeeze(value, (0,)) if layer and self.chain else value
 
 
-def _bind_resized(eqn, values):
-    """Bind a unary chain's equation on a slice: the few shape parameters that such equations have follow the value."""
-    if eqn.primitive.name == "broadcast_in_dim":
-        eqn = eqn.replace(params={**eqn.params, "shape": values[0].shape})
-    return jaxprs.bind(eqn, values)
+def _bind_resized(eqn, values, waiting: int):
+    """Bind an equation of a chain on some layers of its operand number ``waiting``, whose stacked axis is the first."""
+    axes = [0 if k == waiting else None for k in range(len(values))]
+    window = slicing.Window(0, values[waiting].shape[0], eqn.invars[waiting].aval.shape[0])
+    return slicing.bind(eqn, values, axes, slicing.out_axes(eqn, axes), window)
 
 
 def planned_loss(plan: Plan, program: Program) -> Callable:

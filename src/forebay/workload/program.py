@@ -157,7 +157,7 @@ def _layer_loop(eqn, loop, params):
 
 def follows(eqn, fed) -> int | None:
     """The stored parameter that the result still is, layer by layer: one operand comes from it and the rest are scalars (a cast, a scale)."""
-    sources = {p for p in fed if p is not None}
+    sources = [p for p in fed if p is not None]
     others = [v for v, p in zip(eqn.invars, fed, strict=True) if p is None]
     if len(sources) != 1 or len(eqn.outvars) != 1 or not eqn.outvars[0].aval.shape or any(v.aval.shape for v in others):
         return None
@@ -167,7 +167,8 @@ def follows(eqn, fed) -> int | None:
         outs = slicing.out_axes(eqn, [None if p is None else 0 for p in fed])
     except slicing.NotSeparable:
         return None
-    return sources.pop() if outs != "reduce" and outs[0] == 0 else None
+    stack = next(v.aval.shape for v, p in zip(eqn.invars, fed, strict=True) if p is not None)
+    return sources.pop() if outs != "reduce" and outs[0] == 0 and eqn.outvars[0].aval.shape[0] == stack[0] else None
 
 
 def stored_names(stored: tuple[Stored, ...], tree) -> tuple[str, ...]:
