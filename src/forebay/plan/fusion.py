@@ -2,7 +2,11 @@
 
 A family is fused where its parameter enters exactly one loop, layer by layer, from the host; where its update runs slice by
 slice along that axis; and where nothing that the update reads (a clip factor, a trust ratio of the whole stack) depends on
-a gradient or on the loss: such a value is known only when the backward pass is over.
+a gradient: such a value is known only when the backward pass is over.
+
+With the option ``fuse_update="two_pass"`` such families are fused as well: a first backward pass takes the sums that those
+values need and throws each layer's gradient away, a second one updates. It is exact, and costs the backward pass twice (about
+3/4 more compute of a step with full recomputation) where stacking the gradient costs its bytes on the host and two more copies of it.
 """
 
 from typing import Any
@@ -14,15 +18,15 @@ from forebay.workload.update import Update, outside
 
 
 def gradient_dependent(update: Update) -> set[Any]:
-    """Variables of the update that depend on a gradient or on the loss."""
-    tainted = {update.invar("grads", k) for k in range(update.leaves)} | {update.loss_invar}
+    """Variables of the update that depend on a gradient."""
+    tainted = {update.invar("grads", k) for k in range(update.leaves)}
     for eqn in update.jaxpr.jaxpr.eqns:
         if any(not jaxprs.is_literal(v) and v in tainted for v in eqn.invars):
             tainted.update(eqn.outvars)
     return tainted
 
 
-def why_not(work, family: Family, stream: Stream, tainted: set[Any]) -> str:
+def why_not(work, family: Family, stream: Stream, tainted: set[Any], two_pass: bool) -> str:
     """The reason why a host family is not updated in the backward pass; empty where it is."""
     if stream.mode != "items" and not stream.layered:
         return "its update does not run layer by layer"
@@ -30,12 +34,22 @@ def why_not(work, family: Family, stream: Stream, tainted: set[Any]) -> str:
     loops = [loop for loop in work.program.loops if p in loop.params]
     if len(loops) != 1 or work.program.whole[p] or loops[0].params.count(p) != 1 or loops[0].loop.length != stream.count:
         return "it is used in more than one place"
-    if family.kind == "stack":
-        read = set(family.items[0].imports).union(*(item.imports for item in family.items))
-    else:
-        component = family.items[0].component
-        wanted = [work.update.outvar("params", k) for k in component.params] + [work.update.outvar("state", k) for k in component.state]
-        read = set(outside(work.update, stream.sliced, wanted))
-    if read & tainted:
-        return "its update needs a value of the whole gradient first (clipping, a norm, the loss)"
+    if not two_pass and shared_reads(work.update, family, stream) & tainted:
+        return "its update needs a value of the whole gradient first (clipping, a norm); fuse_update=two_pass pays for that with a second backward pass"
+    if two_pass and family.kind != "stack" and any(_read_by_sum(work.update, stream, i) & tainted for i in stream.sliced.reductions):
+        return "its update needs sums that depend on other sums of the gradient, which two passes cannot give"
     return ""
+
+
+def _read_by_sum(update: Update, stream: Stream, equation: int) -> set[Any]:
+    """Values that one of the update's sums over slices reads and that are not the slices' own."""
+    return set(outside(update, stream.sliced, [v for v in update.jaxpr.jaxpr.eqns[equation].invars if not jaxprs.is_literal(v)]))
+
+
+def shared_reads(update: Update, family: Family, stream: Stream) -> set[Any]:
+    """Values that the update of one layer of a family reads and that are not the layer's own."""
+    if family.kind == "stack":
+        return set().union(*(item.imports for item in family.items))
+    component = family.items[0].component
+    wanted = [update.outvar("params", k) for k in component.params] + [update.outvar("state", k) for k in component.state]
+    return set(outside(update, stream.sliced, wanted))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from forebay.errors import PlanError
 from forebay.plan import by_hand as hand
 from forebay.plan import planfile
-from forebay.plan.fusion import gradient_dependent, why_not
+from forebay.plan.fusion import gradient_dependent, shared_reads, why_not
 from forebay.plan.state import Layout, State
 from forebay.plan.streams import Stream, align, choose_stream
 from forebay.records import Entry, Verdict
@@ -179,6 +179,12 @@ class Plan:
         """Families that are updated layer by layer inside the backward pass: no stack of their gradients exists anywhere."""
         return frozenset(f for f, why in self._fusion.items() if not why)
 
+    @property
+    def two_pass(self) -> bool:
+        """Whether a first backward pass must take sums that fused updates need."""
+        work, tainted = self.bound, gradient_dependent(self.bound.update)
+        return any(shared_reads(work.update, work.families[f], self.streams[f]) & tainted for f in self.fused)
+
     @functools.cached_property
     def _fusion(self) -> dict[int, str]:
         work, params = self.bound, self.role("parameter")
@@ -192,7 +198,8 @@ class Plan:
             return dict.fromkeys(hosted, "the option fuse_update is never")
         if self.options.get("microbatches", 1) > 1:
             return dict.fromkeys(hosted, "it waits for the last microbatch")
-        return {f: why_not(work, work.families[f], self.streams[f], tainted) for f in hosted}
+        two_pass = self.options.get("fuse_update", "auto") == "two_pass"
+        return {f: why_not(work, work.families[f], self.streams[f], tainted, two_pass) for f in hosted}
 
     def to_json(self) -> dict[str, Any]:
         """plan.json as a dict."""

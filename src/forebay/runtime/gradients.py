@@ -33,6 +33,12 @@ def loss_and_gradients(plan: Plan, program: Program, values: Values | None, para
     tape.env = planned.start(plan, program, params, extra, batch, key)
     tape.forward()
     loss, (aux, new_extra) = planned.results(program, tape.env)
+    if values is not None:
+        values.receive({}, loss)
+        if plan.two_pass:
+            tape.job = make.sums_job
+            values.receive(tape.backward(loss), loss)
+            tape.job = make.final_job
     return loss, aux, new_extra, tape.backward(loss)
 
 
@@ -50,6 +56,7 @@ class _Tape:
         self.env: dict[Any, Any] = {}
         self.steps: list[Callable[[dict[Any, Any]], None]] = []
         self.gradients: dict[int, Any] = {}
+        self.job = make.final_job
 
     def forward(self):
         eqns, segment = self.program.jaxpr.jaxpr.eqns, []
@@ -140,13 +147,14 @@ class _Tape:
         mine = [f for f in sorted(self.plan.fused) if work.families[f].params[0] in loop.params]
         if self.values is None or not mine:
             return None, []
-        made = [make.final_job(self.values, work.families[f], self.plan.streams[f]) for f in mine]
+        made = [self.job(self.values, work.families[f], self.plan.streams[f]) for f in mine]
         slots = {port.slot for job, _ in made for port in (*job.reads, *job.writes) if port.slot[0] != "grads"}
         arrays = {slot: self.values.arrays[slot] for slot in slots}
         return Fused(jobs=[job for job, _ in made], arrays=arrays, params=[work.families[f].params[0] for f in mine]), [v for _, v in made]
 
     def backward(self, loss) -> dict[int, Any]:
         """Gradients by stored parameter."""
+        self.gradients = {}
         cotangents: dict[Any, Any] = {self.program.jaxpr.jaxpr.outvars[0]: jnp.ones_like(loss)}
         for step in reversed(self.steps):
             step(cotangents)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from forebay.plan.fusion import gradient_dependent
 from forebay.plan.streams import Stream
 from forebay.runtime import streaming
 from forebay.runtime.streaming import Job, Port
@@ -51,6 +52,14 @@ def late_sums(values: Values, family: Family, stream: Stream) -> list[Any]:
     exported = set(family.items[0].exports)
     sums = [values.equations[i].outvars[0] for i in sorted(stream.sliced.reductions)]
     return [v for v in sums if v not in values.env and v in exported and values.reads_host(f, values.equations[values.made[v]].invars)]
+
+
+def sums_job(values: Values, family: Family, stream: Stream) -> tuple[Job, list[Any]]:
+    """The job of a first pass: it changes nothing and takes the family's exported sums of its gradient."""
+    if family.kind == "stack":
+        return _export_job(values, family)
+    sums = [v for i in sorted(stream.sliced.reductions) if (v := values.equations[i].outvars[0]) not in values.env]
+    return slice_job(values, family, stream, sums, write=False), sums
 
 
 def streams(values: Values, sliced, kind: str, k: int) -> bool:
@@ -177,6 +186,29 @@ def _stack_exports(values: Values, family: Family, variables) -> None:
     else:
         vectors = jax.vmap(one, in_axes=(*([0] * len(slots)), *axes))(*(values.given[s] for s in slots), *shared)
     record(values, [tuple(item.exports[k] for item in family.items) for k in wanted], vectors)
+
+
+def _export_job(values: Values, family: Family) -> tuple[Job, list[Any]]:
+    """A stack's exports that need nothing which another pass must give first, one vector over layers each."""
+    first, n = family.items[0], len(family.items)
+    tainted = gradient_dependent(values.update)
+    parts = [(k, *_part(values, first, [v])) for k, v in enumerate(first.exports)]
+    ready = [k for k, needs, _ in parts if not any(v in tainted and v in first.imports for v in needs)]
+    results = [first.exports[k] for k in ready]
+    needs, needed = _part(values, first, results)
+    shared, axes = imports(values, family, needs)
+    slots = [values.where[v][0] for v in needs if v in values.where]
+
+    def compute(start, size, slices):
+        given = [v if a is None else v[start] for v, a in zip(shared, axes, strict=True)]
+        env = dict(zip(needs, [*(s[0] for s in slices), *given], strict=True))
+        jaxprs.run_equations([values.equations[i] for i in needed], env)
+        return [], [spread(env[v], start, n) for v in results]
+
+    zeros = tuple(jnp.zeros((n, *v.aval.shape), v.aval.dtype) for v in results)
+    reads = tuple(Port(slot=s, axis=0, host=values.host[s]) for s in slots)
+    job = Job(reads=reads, writes=(), compute=compute, sums=zeros, combine=(lax.add,) * len(results))
+    return job, [tuple(item.exports[k] for item in family.items) for k in ready]
 
 
 def _loop_exports(values: Values, family, one, slots, shared, axes, avals):

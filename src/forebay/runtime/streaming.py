@@ -85,20 +85,30 @@ def visit(
     out = []
     given = given or {}
     starts = starts or [at * job.size if job.size > 1 else at for job in jobs]
-    after = starts[0]
     for k, job in enumerate(jobs):
-        current, start = _fetch(job, table, after, given), starts[k]
+        current, start = _fetch(job, table, starts[k], given), starts[k]
         new, partial = job.compute(start, job.size, current)
         if live is not None:
             new, partial = _unless(live, job, current, new, partial)
         if k + 1 < len(jobs):
-            # The next leaf is read from an index that exists only once this update is done: its read runs beside this leaf's write.
-            (new, partial), after = lax.optimization_barrier(((new, partial), jnp.asarray(starts[k + 1])))
+            new, partial = _then(new, partial, jobs[k + 1], table, given)
         for port, value in zip(job.writes, new, strict=True):
             value = jax.device_put(value, HOST) if port.host else value
             table[port.slot] = lax.dynamic_update_slice_in_dim(table[port.slot], value, start, port.axis)
         out.append([combine(a, b) for combine, a, b in zip(job.combine, sums[k], partial, strict=True)])
     return out
+
+
+def _then(new, partial, following: Job, table: dict[Any, Any], given: dict[Any, Any]):
+    """Let the host stacks of the next job exist only once this update is done: its reads then run beside this job's writes.
+
+    The barrier stands on the stacks, not on the index: XLA no longer sees through an index behind a barrier, and makes the
+    read a kernel over the link instead of a copy.
+    """
+    slots = [port.slot for port in following.reads if port.host and port.slot not in given]
+    (new, partial), stacks = lax.optimization_barrier(((new, partial), [table[slot] for slot in slots]))
+    table.update(zip(slots, stacks, strict=True))
+    return new, partial
 
 
 def _unless(live, job: Job, current, new, partial):

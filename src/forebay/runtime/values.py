@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from forebay.errors import PlanError
 from forebay.plan import Plan
 from forebay.runtime.streaming import DEVICE
 from forebay.workload import jaxprs
@@ -107,6 +108,11 @@ class Values:
     def _input(self, v):
         if v not in self.env:
             slot, item = self.where[v]
+            if slot not in self.given:
+                raise PlanError(
+                    f"the update needs the whole gradient of {self.plan.role('parameter')[slot[1]].name}, which the backward pass consumes "
+                    "layer by layer; plan with the option fuse_update='never'"
+                )
             if slot not in self._fetched:
                 self._fetched[slot] = jax.device_put(self.given[slot], DEVICE) if self.host[slot] else self.given[slot]
             self.env[v] = self._fetched[slot] if item is None else self._fetched[slot][item]
