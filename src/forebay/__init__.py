@@ -12,6 +12,8 @@ _HOME = {
     "Plan": "forebay.plan",
     "Verdict": "forebay.records",
     "judge": "forebay.compiler",
+    "predict": "forebay.timeline",
+    "Forecast": "forebay.records",
     "train_step": "forebay.runtime",
     "init": "forebay.runtime",
     "place": "forebay.runtime",

@@ -140,6 +140,8 @@ def _activation(work, tensor: Tensor, rule: Rule | None, mesh) -> Entry:
         if not rule.whole_role and "*" not in rule.glob:
             raise PlacementError(f"{rule.text} would do nothing: {tensor.note}")
         reason = f"not moved by {rule.text}: {tensor.note}"
+    elif rule is not None and rule.whole_role and tensor.written == "recompute" and not tensor.named and not carry:
+        reason = f"{written}; {rule.text} moves what you named and what is kept"
     elif rule is not None and rule.placement == "recompute" and carry:
         placement, reason = "hbm", "the loop's carry, from which recomputation starts"
     elif rule is not None and rule.placement == "host" and (why := _scalar_residual(tensor)):

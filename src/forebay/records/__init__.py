@@ -1,6 +1,7 @@
 """What is stored: plain dataclasses of plan.json and of verdicts, and the table of version hazards. No logic beyond reading and writing."""
 
 from forebay.records.entries import LEGAL, PLACEMENTS, ROLES, Entry
+from forebay.records.forecast import CopyTime, Forecast, LoopTime
 from forebay.records.verdict import Hazard, HostCopy, Memory, Verdict
 
-__all__ = ["LEGAL", "PLACEMENTS", "ROLES", "Entry", "Hazard", "HostCopy", "Memory", "Verdict"]
+__all__ = ["LEGAL", "PLACEMENTS", "ROLES", "CopyTime", "Entry", "Forecast", "Hazard", "HostCopy", "LoopTime", "Memory", "Verdict"]

@@ -25,8 +25,8 @@ class Tensor:
     """A thing that occupies memory: one stored leaf, its gradient, a batch leaf, or an activation of all layers of a loop.
 
     ``bytes`` are global. ``spec`` is the partition spec, or None where the caller gave no shardings. For an activation,
-    ``count`` is the loop's length, ``shape`` one layer's; ``written`` is what the program does with it by itself, and
-    ``note`` says why it cannot be moved, if it cannot.
+    ``count`` is the loop's length, ``shape`` one layer's; ``written`` is what the program does with it by itself, ``named``
+    says that the user named it, and ``note`` says why it cannot be moved, if it cannot.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Tensor:
     movable: bool = True
     note: str = ""
     source: str = ""
+    named: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -293,7 +294,7 @@ def _activation_tensors(program):
                 continue
             found[name] = Tensor(
                 name=name, role="activation", shape=r.shape, dtype=str(r.dtype), bytes=size, count=loop.loop.length, members=(r.path,),
-                written=r.written, movable=movable, note=note, source=r.source,
+                written=r.written, movable=movable, note=note, source=r.source, named=r.user_named,
             )  # fmt: skip
     yield from found.values()
 
