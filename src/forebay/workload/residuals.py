@@ -62,6 +62,7 @@ class _Seen:
     user_name: str | None
     carry: bool
     source: str
+    policy: Any
 
 
 def discover(loop: jaxprs.Loop, line: str, weights: tuple[bool, ...]) -> Body:
@@ -69,7 +70,8 @@ def discover(loop: jaxprs.Loop, line: str, weights: tuple[bool, ...]) -> Body:
     seen: dict[str, _Seen] = {}
     flat = _marked(loop, line, seen)
     roots, taint = _aliases_and_taint(flat, loop, weights)
-    asked = {roots[m] for m in _needed(flat)}
+    found = _needed(flat)
+    asked = {roots[name] for name in found if name.startswith(MARK)}
     useful = _ancestors(flat, asked, roots)
     members = collections.defaultdict(list)
     for mark in seen:
@@ -84,17 +86,33 @@ def discover(loop: jaxprs.Loop, line: str, weights: tuple[bool, ...]) -> Body:
         counts[base] += user is None
         if root not in asked and not user and not first.carry:
             continue
-        verdicts = [seen[m].verdict for m in marks]
-        kept = next((v for v in ("host", "hbm") if v in verdicts), "recompute")
-        written = "hbm" if first.carry and kept == "recompute" else kept
-        aval = _aval(flat, root)
-        residuals.append(
-            Residual(
-                path=path, mark=root, shape=aval.shape, dtype=aval.dtype, written=written, needed=root in useful, carry=first.carry,
-                weights_only=taint[root], user_named=user is not None, source=first.source,
-            )  # fmt: skip
-        )
+        written = _written([seen[m].verdict for m in marks], first.carry)
+        residuals.append(_residual(path, root, _aval(flat, root), written, root in useful, first, taint[root], user is not None))
+    residuals += _inside_custom_rules(found, seen)
     return Body(flat=flat, residuals=tuple(residuals), roots=roots)
+
+
+def _written(verdicts: list[str], carry: bool) -> str:
+    kept = next((v for v in ("host", "hbm") if v in verdicts), "recompute")
+    return "hbm" if carry and kept == "recompute" else kept
+
+
+def _residual(path, mark, aval, written, needed, seen: _Seen, weights_only, user_named) -> Residual:
+    return Residual(
+        path=path, mark=mark, shape=aval.shape, dtype=aval.dtype, written=written, needed=needed, carry=seen.carry, weights_only=weights_only,
+        user_named=user_named, source=seen.source,
+    )  # fmt: skip
+
+
+def _inside_custom_rules(found: dict[str, Any], seen: dict[str, _Seen]) -> list[Residual]:
+    """Values that the forward rule of a custom derivative names (an attention kernel's statistics): their own names are their marks."""
+    rules = [s for s in seen.values() if s.equation is not None and s.equation.primitive.name.startswith("custom_vjp")]
+    out = []
+    for name, eqn in found.items():
+        if not name.startswith(MARK) and rules:
+            written = _verdict(rules[0].policy, eqn)
+            out.append(_residual(name, name, eqn.outvars[0].aval, written, True, dataclasses.replace(rules[0], carry=False), False, True))
+    return out
 
 
 def _verdict(policy, eqn) -> str:
@@ -116,7 +134,7 @@ def _marked(loop, line, seen):
     def mark(value, eqn, policy, source):
         name = f"{MARK}{len(seen)}"
         user = eqn.params["name"] if eqn is not None and eqn.primitive.name == "name" else None
-        seen[name] = _Seen(eqn, "hbm" if eqn is None else _verdict(policy, eqn), user, eqn is None, source)
+        seen[name] = _Seen(eqn, "hbm" if eqn is None else _verdict(policy, eqn), user, eqn is None, source, policy)
         return checkpoint_name(value, name)
 
     def walk(jaxpr, args, policy, caller):
@@ -176,23 +194,23 @@ def _aliases_and_taint(flat, loop, weights):
     return roots, taint
 
 
-def _needed(flat) -> set[str]:
-    """The marks among the residuals of differentiating the flat body."""
+def _needed(flat) -> dict[str, Any]:
+    """The names among the residuals of differentiating the flat body, with the equations that bind them."""
     save = jax.checkpoint_policies.save_any_names_but_these()
     run = jax.checkpoint(lambda *args: jaxprs.evaluate(flat, args), policy=save, prevent_cse=False)
     traced = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(run, *args)[1]))(*flat.in_avals)
     made = {out: eqn for eqn in traced.jaxpr.eqns for out in eqn.outvars}
-    found = set()
+    found = {}
     for v in traced.jaxpr.outvars:
         while not jaxprs.is_literal(v) and v in made:
             eqn = made[v]
             if eqn.primitive.name == "name":
-                found.add(eqn.params["name"])
+                found[eqn.params["name"]] = eqn
                 break
             if len(eqn.invars) != 1:
                 break
             v = eqn.invars[0]
-    return {name for name in found if name.startswith(MARK)}
+    return found
 
 
 def _ancestors(flat, asked, roots) -> set[str]:
