@@ -14,7 +14,7 @@ from forebay.plan.rules import Rule, choose, parse_rules
 from forebay.plan.streams import WHOLE_BELOW_BYTES
 from forebay.records import Entry
 from forebay.workload import Tensor, Workload
-from forebay.workload.sharding import MeshShape, local_shape, nbytes
+from forebay.workload.sharding import MeshShape, local_shape
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ def _entry(work, tensor: Tensor, rule: Rule | None, mesh, hosted, platform) -> E
     if tensor.role == "activation":
         return _activation(work, tensor, rule, mesh)
     spec = _spec(work, tensor, mesh)
-    local = nbytes(local_shape(tensor.shape, spec, mesh, tensor.name), tensor.dtype) if tensor.bytes else 0
+    local = tensor.bytes * math.prod(local_shape(tensor.shape, spec, mesh, tensor.name)) // max(1, math.prod(tensor.shape))
     placement, reason = _state_placement(tensor, rule, hosted, platform)
     return Entry(
         name=tensor.name, role=tensor.role, bytes_per_device=local, placement=placement, reason=reason, shape=tensor.shape, dtype=tensor.dtype, spec=spec

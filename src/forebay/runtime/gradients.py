@@ -7,7 +7,6 @@
 A loop is *managed* where at least one of its parameters stands on the host. Without one, this is ``jax.value_and_grad``.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,9 @@ import jax.numpy as jnp
 from forebay.plan import Plan
 from forebay.runtime import jobs as make
 from forebay.runtime import loss as planned
+from forebay.runtime import streaming
 from forebay.runtime.layers import Fused, LayerPass, is_float
+from forebay.runtime.streaming import HOST, Job, Port
 from forebay.runtime.values import Values
 from forebay.workload import jaxprs
 from forebay.workload.program import LayerLoop, Program
@@ -56,6 +57,7 @@ class _Tape:
         self.env: dict[Any, Any] = {}
         self.steps: list[Callable[[dict[Any, Any]], None]] = []
         self.gradients: dict[int, Any] = {}
+        self.fetched: dict[int, Any] = {}
         self.job = make.final_job
 
     def forward(self):
@@ -79,14 +81,12 @@ class _Tape:
         read = dict.fromkeys(v for e in eqns for v in e.invars if not jaxprs.is_literal(v) and v not in made)
         after = {v for e in later for v in e.invars if not jaxprs.is_literal(v)} | {v for v in self.program.jaxpr.jaxpr.outvars if not jaxprs.is_literal(v)}
         kept = [v for e in eqns for v in e.outvars if v in after]
-        raw = {v: self.env[v].value if isinstance(self.env[v], planned.Waiting) else self.env[v] for v in read}
+        # A host parameter is fetched once for all segments: its cotangents then meet on the device.
+        raw = {v: planned.fetched(self.env[v], self.fetched) for v in read}
         inputs = [v for v in read if is_float(raw[v])]
 
         def run(floats):
-            env = {v: self.env[v] for v in read}
-            for v, value in zip(inputs, floats, strict=True):
-                waiting = isinstance(env[v], planned.Waiting)
-                env[v] = dataclasses.replace(env[v], value=value) if waiting else value
+            env = raw | dict(zip(inputs, floats, strict=True))
             planned.run(self.plan, self.program, eqns, env)
             outs = [planned.fetched(env[v], {}) for v in kept]
             return [o for o in outs if is_float(o)], [o for o in outs if not is_float(o)]
@@ -133,7 +133,8 @@ class _Tape:
             self.values.arrays.update(fused.arrays)
             for variables, total in zip(sums, totals, strict=True):
                 make.record(self.values, variables, total)
-        self.gradients.update(gradients)
+        for p, g in gradients.items():
+            self.gradients[p] = self._sum(p, self.gradients[p], g) if p in self.gradients else g
         head = loop.loop.consts + loop.loop.carry
         floats = [v for v in eqn.invars[:head] if is_float(v.aval)]
         for v, ct in zip(floats, [*consts, *init], strict=True):
@@ -165,9 +166,23 @@ class _Tape:
                 continue
             total = cotangents.get(v)
             if p in self.gradients:
-                total = self.gradients[p] if total is None else self.gradients[p] + total
-            self.gradients[p] = jnp.zeros(v.aval.shape, v.aval.dtype) if total is None else total
+                total = self.gradients[p] if total is None else self._sum(p, self.gradients[p], total)
+            total = jnp.zeros(v.aval.shape, v.aval.dtype) if total is None else total
+            self.gradients[p] = jax.device_put(total, HOST) if self._on_host(p) else total
         return self.gradients
+
+    def _on_host(self, p: int) -> bool:
+        return self.plan.role("gradient")[p].placement == "host"
+
+    def _sum(self, p: int, total, more):
+        """Two gradients of one parameter that is used in several places; those of a host stack are added layer by layer, on the device."""
+        if not self._on_host(p):
+            return total + more
+        ports = (Port(slot="total", axis=0, host=True), Port(slot="more", axis=0, host=jax.typeof(more).memory_space == HOST))
+        job = Job(reads=ports, writes=ports[:1], compute=lambda start, size, slices: ([slices[0] + slices[1]], []))
+        new: dict[str, Any] = {}
+        streaming.run([job], {"total": total, "more": more}, total.shape[0], new)
+        return new["total"]
 
 
 def _add(cotangents, v, ct):

@@ -197,7 +197,8 @@ def _export_job(values: Values, family: Family) -> tuple[Job, list[Any]]:
     results = [first.exports[k] for k in ready]
     needs, needed = _part(values, first, results)
     shared, axes = imports(values, family, needs)
-    slots = [values.where[v][0] for v in needs if v in values.where]
+    own = set(values.update.inputs(first.component))
+    slots = [values.where[v][0] for v in needs if v in own]
 
     def compute(start, size, slices):
         given = [v if a is None else v[start] for v, a in zip(shared, axes, strict=True)]
@@ -207,7 +208,7 @@ def _export_job(values: Values, family: Family) -> tuple[Job, list[Any]]:
 
     zeros = tuple(jnp.zeros((n, *v.aval.shape), v.aval.dtype) for v in results)
     reads = tuple(Port(slot=s, axis=0, host=values.host[s]) for s in slots)
-    job = Job(reads=reads, writes=(), compute=compute, sums=zeros, combine=(lax.add,) * len(results))
+    job = Job(reads=reads, writes=(), compute=compute, sums=zeros, combine=joins(zeros))
     return job, [tuple(item.exports[k] for item in family.items) for k in ready]
 
 

@@ -167,8 +167,7 @@ class LayerPass:
                 "ct": d_carry, "consts": [a + b for a, b in zip(carry["consts"], d_const, strict=True)], "weights": ahead, "pending": pending,
                 "done": {k: carry["weights"][k] for k in consumed}, "arrays": [table[s] for s in slots], "sums": sums,
             }  # fmt: skip
-            left = {k: jax.device_put(d, HOST) if self._gradient_on_host(k) else d for k, d in d_weights.items() if k not in consumed and not self.waits[k].frozen}
-            return out, (d_plain, left)
+            return out, (d_plain, self._left(d_weights, consumed))
 
         weights = self._fetch({k: w.value for k, w in self.waits.items()}, first)
         start = {
@@ -182,11 +181,17 @@ class LayerPass:
         if fused.jobs:
             sums = visit(fused.jobs, table, sums, self._first(True), self._given(fused, slot_of, end["done"], end["pending"]))
         fused.arrays.update(table)
-        gradients = {self.waits[k].param: g for k, g in left.items()}
-        return end["consts"], end["ct"], d_plain, gradients, sums
+        return end["consts"], end["ct"], d_plain, left, sums
 
-    def _gradient_on_host(self, k: int) -> bool:
-        return self.plan.role("gradient")[self.waits[k].param].placement == "host"
+    def _left(self, d_weights, consumed) -> dict[int, Any]:
+        """A layer's gradients by stored parameter, where the plan puts them; a parameter may enter a loop more than once."""
+        left: dict[int, Any] = {}
+        for k, d in d_weights.items():
+            p = self.waits[k].param
+            if k not in consumed and not self.waits[k].frozen:
+                left[p] = left[p] + d if p in left else d
+        on_host = {p for p in left if self.plan.role("gradient")[p].placement == "host"}
+        return {p: jax.device_put(d, HOST) if p in on_host else d for p, d in left.items()}
 
     def _given(self, fused: Fused, slot_of, weights, gradients):
         """Slices that the updates find on the device: the layer's weights and its gradient, on the specs of their stacks."""
