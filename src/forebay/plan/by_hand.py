@@ -14,6 +14,7 @@ from forebay.plan.rules import Rule, choose, parse_rules
 from forebay.plan.streams import WHOLE_BELOW_BYTES
 from forebay.records import Entry
 from forebay.workload import Tensor, Workload
+from forebay.workload.parts import cut, family_of_state, layers_of
 from forebay.workload.sharding import MeshShape, local_shape
 
 
@@ -21,6 +22,7 @@ from forebay.workload.sharding import MeshShape, local_shape
 class Draft:
     """What rules decide: the parts of a plan."""
 
+    work: Workload
     mesh: MeshShape | None
     entries: tuple[Entry, ...]
     options: dict[str, Any]
@@ -31,6 +33,7 @@ def draft(work: Workload, rules: Mapping[str, str], hardware: Any, options: Mapp
     mesh = _mesh(work, hardware)
     platform = hardware.target.platform if hardware is not None else "cpu"
     won = choose(parse_rules(rules), work.tensors)
+    work, won = _by_layers(work, won)
     stands = {t.name.partition(":")[2]: _state_placement(t, won.get(t.name), (), platform)[0] for t in work.tensors if t.role == "parameter"}
     hosted = {path for path, place in stands.items() if place == "host"}
     entries = tuple(_entry(work, t, won.get(t.name), mesh, hosted, platform) for t in work.tensors)
@@ -41,7 +44,33 @@ def draft(work: Workload, rules: Mapping[str, str], hardware: Any, options: Mapp
     on_host = any(e.placement == "host" for e in entries)
     compiler, reasons = compiler_options(platform, on_host)
     merged = {"microbatches": 1, "prefetch": 1, "whole_below_bytes": WHOLE_BELOW_BYTES, "reasons": list(reasons), **options}
-    return Draft(mesh=mesh, entries=entries, options=merged | {"compiler": compiler | dict(options.get("compiler", {}))})
+    return Draft(work=work, mesh=mesh, entries=entries, options=merged | {"compiler": compiler | dict(options.get("compiler", {}))})
+
+
+def _by_layers(work: Workload, won: dict[str, Rule]) -> tuple[Workload, dict[str, Rule]]:
+    """The workload with the state cut where rules name only some layers, and the rules by the names of the parts."""
+    points: dict[int, set[int]] = {}
+    windows: dict[str, tuple[int, int]] = {}
+    for name, rule in [(n, r) for n, r in won.items() if r.partial]:
+        f = family_of_state(work, name)
+        layers = layers_of(work, f) if f is not None else 0
+        if not layers:
+            if rule.whole_role or "*" in rule.glob:
+                continue
+            raise PlacementError(f"{rule.text}: {name} is not the state of a stack of layers")
+        windows[name] = rule.window(layers)
+        points.setdefault(f, set()).update(set(windows[name]) - {0, layers})
+    if not windows:
+        return work, {n: r for n, r in won.items() if not r.partial}
+    cut_work = cut(work, points)
+    placed = {n: r for n, r in won.items() if not r.partial}
+    for t in cut_work.tensors:
+        whole = t.name.partition("[")[0] if t.part else t.name
+        if whole in windows and (t.part is None or windows[whole][0] <= t.part[0] < windows[whole][1]):
+            placed[t.name] = won[whole]
+        elif t.part is not None and whole in won and whole not in windows:
+            placed[t.name] = won[whole]
+    return cut_work, placed
 
 
 def _check_microbatches(work, count, mesh, entries) -> None:
@@ -94,7 +123,7 @@ def _entry(work, tensor: Tensor, rule: Rule | None, mesh, hosted, platform) -> E
     local = tensor.bytes * math.prod(local_shape(tensor.shape, spec, mesh, tensor.name)) // max(1, math.prod(tensor.shape))
     placement, reason = _state_placement(tensor, rule, hosted, platform)
     return Entry(
-        name=tensor.name, role=tensor.role, bytes_per_device=local, placement=placement, reason=reason, shape=tensor.shape, dtype=tensor.dtype, spec=spec
+        name=tensor.name, role=tensor.role, bytes_per_device=local, placement=placement, reason=reason, shape=tensor.shape, dtype=tensor.dtype, spec=spec, layers=tensor.part
     )
 
 
@@ -127,7 +156,7 @@ def _gradient(tensor: Tensor, rule: Rule | None, hosted) -> tuple[str, str]:
         if rule is not None and rule.placement == "hbm" and not rule.whole_role:
             raise PlacementError(f"{rule.text}: the gradient of a host parameter leaves with its layer; place {tensor.name} on the host")
         return "host", "the gradient of a host parameter is written to the host layer by layer"
-    if rule is not None and rule.placement == "host":
+    if rule is not None and rule.placement == "host" and rule.role == "gradient":
         raise PlacementError(f"{rule.text}: {tensor.name} belongs to a parameter in HBM; place the parameter on the host as well")
     return "hbm", "consumed by the update on the device"
 

@@ -28,6 +28,8 @@ def gradient_dependent(update: Update) -> set[Any]:
 
 def why_not(work, family: Family, stream: Stream, tainted: set[Any], two_pass: bool) -> str:
     """The reason why a host family is not updated in the backward pass; empty where it is."""
+    if family.window is not None:
+        return "its state is placed by layers"
     if stream.mode != "items" and not stream.layered:
         return "its update does not run layer by layer"
     [p] = family.params

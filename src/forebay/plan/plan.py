@@ -18,6 +18,7 @@ from forebay.plan.state import Layout, State
 from forebay.plan.streams import Stream, align, choose_stream
 from forebay.records import Entry, Verdict
 from forebay.workload import Workload
+from forebay.workload.parts import with_parts
 from forebay.workload.sharding import MeshShape, named
 
 
@@ -58,7 +59,7 @@ class Plan:
         }  # fmt: skip
         plan = cls(
             workload=described, signature=work.signature, hardware=hardware.to_json() if hardware is not None else None, mesh=made.mesh,
-            entries=made.entries, options=made.options, work=work,
+            entries=made.entries, options=made.options, work=made.work,
         )  # fmt: skip
         return dataclasses.replace(plan, entries=hand.with_fusion(plan))
 
@@ -87,7 +88,7 @@ class Plan:
         """
         if dict(self.signature) != work.signature:
             raise PlanError(_differences(self.signature, work.signature))
-        return dataclasses.replace(self, work=work)
+        return dataclasses.replace(self, work=with_parts(work, self.role("optimizer")))
 
     @property
     def bound(self) -> Workload:

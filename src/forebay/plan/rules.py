@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 
 from forebay.errors import InputError, PlacementError, nearest
@@ -11,16 +12,36 @@ from forebay.workload import Tensor
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A parsed rule. ``role`` None: every role for which the placement is legal."""
+    """A parsed rule. ``role`` None: every role for which the placement is legal.
+
+    ``layers``: only these layers of a stack of optimizer state, ``(start, stop)``, or a share of them, the first ``percent``.
+    """
 
     text: str
     role: str | None
     glob: str
     placement: str
+    layers: tuple[int, int] | None = None
+    percent: float | None = None
 
     @property
     def whole_role(self) -> bool:
         return self.glob == "*" and self.role is not None
+
+    @property
+    def partial(self) -> bool:
+        return self.layers is not None or self.percent is not None
+
+    def window(self, layers: int) -> tuple[int, int]:
+        """The layers that the rule names, of a stack of ``layers``.
+
+        Raises:
+            PlacementError: they are not within the stack.
+        """
+        start, stop = self.layers or (0, round(layers * self.percent / 100))
+        if not 0 <= start < stop <= layers:
+            raise PlacementError(f"{self.text} names layers {start} to {stop} of a stack of {layers}")
+        return start, stop
 
 
 def parse_rules(rules: Mapping[str, str]) -> tuple[Rule, ...]:
@@ -33,9 +54,21 @@ def parse_rules(rules: Mapping[str, str]) -> tuple[Rule, ...]:
     return tuple(_parse(key, value) for key, value in rules.items())
 
 
-def _parse(key: str, placement: str) -> Rule:
+def _parse(key: str, value: str) -> Rule:
+    part = re.fullmatch(r"(\w+)(?:\[(\d+):(\d+)\]|:(\d+(?:\.\d+)?)%)", str(value))
+    if not part:
+        return _parse_whole(key, value)
+    placement, start, stop, percent = part.groups()
+    rule = _parse_whole(key, placement)
+    if rule.role not in (None, "optimizer"):
+        raise PlacementError(f"{key}={value}: only optimizer state can be placed by layers, not a tensor of role {rule.role}")
+    layers = (int(start), int(stop)) if start else None
+    return dataclasses.replace(rule, text=f"{key}={value}", role="optimizer", layers=layers, percent=float(percent) if percent else None)
+
+
+def _parse_whole(key: str, placement: str) -> Rule:
     if placement not in PLACEMENTS:
-        raise InputError(f"{placement!r} is not a placement ({key}={placement}); {nearest(placement, PLACEMENTS)}")
+        raise InputError(f"{placement!r} is not a placement ({key}={placement}); {nearest(str(placement), PLACEMENTS)}")
     head, _, tail = key.partition(":")
     if head in ROLES:
         rule = Rule(text=f"{key}={placement}", role=head, glob=tail or "*", placement=placement)

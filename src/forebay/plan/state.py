@@ -72,10 +72,28 @@ class State:
 def unstack(stored: tuple[Stored, ...], arrays) -> list[Any]:
     """The user's leaves, in order, of stored arrays (or of their ShapeDtypeStructs)."""
     out: dict[int, Any] = {}
+    parts: dict[int, list[Any]] = {}
     for s, array in zip(stored, arrays, strict=True):
-        for i, k in enumerate(s.members):
-            out[k] = _item(array, i) if s.stacked else array
+        start, stop = s.part or (0, len(s.members))
+        if s.stacked:
+            out.update((k, _item(array, i)) for i, k in enumerate(s.members[start:stop]))
+        elif s.part is not None:
+            parts.setdefault(s.members[0], []).append(array)
+        else:
+            out[s.members[0]] = array
+    out.update((k, _joined(pieces)) for k, pieces in parts.items())
     return [out[k] for k in range(len(out))]
+
+
+def _joined(pieces):
+    """A leaf whose layers stand in several arrays, in the order of their layers: one array in host memory."""
+    first = next((p for p in pieces if p.sharding is not None and p.sharding.memory_kind == "pinned_host"), pieces[0])
+    shape = (sum(p.shape[0] for p in pieces), *pieces[0].shape[1:])
+    if isinstance(first, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, first.dtype, sharding=first.sharding)
+    shards = [{_bounds(s.index[1:], shape[1:]): s.data for s in p.addressable_shards} for p in pieces]
+    read = lambda index: np.concatenate([np.asarray(found[_bounds(index[1:], shape[1:])]) for found in shards])  # noqa: E731
+    return jax.make_array_from_callback(shape, first.sharding, read)
 
 
 def _item(array, i: int):
@@ -106,9 +124,14 @@ def restack(stored: tuple[Stored, ...], leaves, wanted) -> tuple[Any, ...]:
     """Stored arrays of the user's leaves, each placed like its ``wanted`` ShapeDtypeStruct; leaf by leaf, on the host."""
     out = []
     for s, like in zip(stored, wanted, strict=True):
+        start, stop = s.part or (0, len(s.members))
+        if s.part is not None and not s.stacked:
+            whole = np.asarray(leaves[s.members[0]])
+            out.append(jax.make_array_from_callback(like.shape, like.sharding, lambda index, rows=whole[start:stop]: rows[index]))
+            continue
         if not s.stacked:
             out.append(jax.device_put(leaves[s.members[0]], like.sharding))
             continue
-        rows = [np.asarray(leaves[k]) for k in s.members]
+        rows = [np.asarray(leaves[k]) for k in s.members[start:stop]]
         out.append(jax.make_array_from_callback(like.shape, like.sharding, lambda index, rows=rows: np.stack([r[index[1:]] for r in rows[index[0]]])))
     return tuple(out)

@@ -37,6 +37,8 @@ class Stream:
 
 def choose_stream(work, family: Family, spec: tuple, mesh, hosted: bool, whole_below_bytes: int) -> Stream:
     """The stream of one family. ``spec`` is its parameter's; ``hosted``: any of its arrays stands on the host."""
+    if family.window is not None:
+        return _window(work, family)
     if not hosted:
         return Stream(mode="resident", reason="")
     if family.kind == "joint":
@@ -49,6 +51,16 @@ def choose_stream(work, family: Family, spec: tuple, mesh, hosted: bool, whole_b
     if math.prod(local) * itemsize < max(1, whole_below_bytes):
         return Stream(mode="whole", reason="moved whole: smaller than a useful slice")
     return _slices(work, family, tensor, spec, local, itemsize)
+
+
+def _window(work, family: Family) -> Stream:
+    """State kept in parts always runs layer by layer, whichever memory its part stands in."""
+    start, stop = family.window
+    reason = f"layers {start} to {stop - 1}, one at a time"
+    if family.kind == "stack":
+        return Stream(mode="items", reason=reason, count=stop - start)
+    sliced = slice_component(work.update, family.items[0].component, 0)
+    return Stream(mode="slices", reason=reason, count=stop - start, sliced=sliced, layered=True)
 
 
 def work_param_name(work, family: Family) -> str:

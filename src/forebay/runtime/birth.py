@@ -106,7 +106,8 @@ def optimizer_state(optimizer, plan: Plan, wanted: State, params) -> tuple[Any, 
     for s, like in zip(plan.layout.opt_state, wanted.stored_opt_state, strict=True):
         values = [constants.get(program.jaxpr.outvars[k]) if not jaxprs.is_literal(program.jaxpr.outvars[k]) else None for k in s.members]
         if all(v is not None for v in values) and like.shape:
-            out.append(_filled(values, s.stacked, like))
+            start, stop = s.part or (0, len(values))
+            out.append(_filled(values[start:stop] if s.stacked else values, s.stacked, like))
         else:
             out.append(_computed(program, plan, s, like, params))
     return tuple(out)
@@ -150,7 +151,8 @@ def _computed(program, plan, s, like, params):
                 leaves[k] = array[i] if stored[p].stacked else array
         outs = jaxprs.evaluate(program, leaves)
         outs = [outs[k] for k in s.members]
-        return jnp.stack(outs) if s.stacked else outs[0]
+        value = jnp.stack(outs) if s.stacked else outs[0]
+        return value if s.part is None else value[slice(*s.part)]
 
     return jax.jit(make, out_shardings=like.sharding)(*(params[p] for p in slots))
 

@@ -31,9 +31,14 @@ def leaves(family: Family) -> list[tuple[str, int]]:
     return [("params", k) for k in component.params] + [("state", k) for k in component.state]
 
 
-def ports(values: Values, sliced, variables) -> tuple[Port, ...]:
-    slots = [values.where[v][0] for v in variables]
-    return tuple(Port(slot=s, axis=sliced.axis[v], host=values.host[s]) for s, v in zip(slots, variables, strict=True))
+def ports(values: Values, family: Family, variables, axis=lambda v: 0) -> tuple[Port, ...]:
+    """The arrays of variables as a loop over the family's slices sees them; what is kept in parts counts from its own first layer."""
+    slots = [values.slot(v, family) for v in variables]
+    first = family.window[0] if family.window else 0
+    return tuple(
+        Port(slot=s, axis=axis(v), host=values.host[s], first=first if (v, family.window) in values.parts else 0)
+        for s, v in zip(slots, variables, strict=True)
+    )
 
 
 def final_job(values: Values, family: Family, stream: Stream) -> tuple[Job, list[Any]]:
@@ -92,13 +97,14 @@ def slice_job(values: Values, family: Family, stream: Stream, sums: list[Any], w
 
     names = [e.primitive.name for e in partial_of]
     return Job(
-        reads=ports(values, sliced, inputs),
-        writes=ports(values, sliced, [values.update.invar(*leaf) for leaf in changed]),
+        reads=ports(values, family, inputs, sliced.axis.get),
+        writes=ports(values, family, [values.update.invar(*leaf) for leaf in changed], sliced.axis.get),
         compute=compute,
         sums=tuple(identity(name, v.aval) for name, v in zip(names, sums, strict=True)),
         combine=tuple(slicing.REDUCTIONS[n] for n in names),
         size=stream.size,
         rest=stream.rest,
+        first=family.window[0] if family.window else 0,
     )
 
 
@@ -106,8 +112,9 @@ def item_job(values: Values, family: Family) -> tuple[Job, list[Any]]:
     """A job on the layers of a stack, with the layer's own program. It collects its exports, one vector over layers each."""
     first, n = family.items[0], len(family.items)
     shared, axes = imports(values, family, first.imports)
-    slots = [values.where[v][0] for v in values.update.inputs(first.component)]
-    changed = targets(family)
+    inputs = values.update.inputs(first.component)
+    changed = [values.update.invar(*leaf) for leaf in leaves(family)]
+    start_at, stop_at = family.window or (0, n)
     late = [k for k, v in enumerate(first.exports) if v not in values.env]
 
     def compute(start, size, slices):
@@ -116,17 +123,18 @@ def item_job(values: Values, family: Family) -> tuple[Job, list[Any]]:
         exports = [spread(outs[len(changed) + k], start, n) for k in late]
         return [o[None] for o in outs[: len(changed)]], exports
 
-    port = lambda s: Port(slot=s, axis=0, host=values.host[s])  # noqa: E731
     zeros = tuple(jnp.zeros((n, *first.exports[k].aval.shape), first.exports[k].aval.dtype) for k in late)
-    job = Job(reads=tuple(map(port, slots)), writes=tuple(map(port, changed)), compute=compute, sums=zeros, combine=joins(zeros))
-    return job, [tuple(item.exports[k] for item in family.items) for k in late]
+    job = Job(
+        reads=ports(values, family, inputs), writes=ports(values, family, changed), compute=compute, sums=zeros, combine=joins(zeros), first=start_at
+    )
+    return job, [tuple(item.exports[k] if start_at <= i < stop_at else None for i, item in enumerate(family.items)) for k in late]
 
 
 def record(values: Values, variables: list[Any], totals: list[Any]) -> None:
     """Put the sums of a job into ``env``: one variable each, or one variable per layer for a vector over layers."""
     for v, total in zip(variables, totals, strict=True):
         if isinstance(v, tuple):
-            values.env.update((one, total[i]) for i, one in enumerate(v))
+            values.env.update((one, total[i]) for i, one in enumerate(v) if one is not None)
         else:
             values.env[v] = total
 

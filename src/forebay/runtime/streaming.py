@@ -26,18 +26,22 @@ DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Port:
-    """One array as a loop sees it: ``slot`` in the table of arrays, its streamed ``axis``, and whether it stands on the host."""
+    """One array as a loop sees it: ``slot`` in the table of arrays, its streamed ``axis``, and whether it stands on the host.
+
+    ``first``: the position at which the array begins, where it is only a part of what the loop runs over.
+    """
 
     slot: Any
     axis: int
     host: bool
+    first: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Job:
     """One leaf's work on a slice: ``compute(start, size, slices) -> (new slices of writes, partial sums)``.
 
-    A slice has ``size`` positions; behind the last whole slice ``rest`` positions remain.
+    A slice has ``size`` positions; behind the last whole slice ``rest`` positions remain. The first slice begins at ``first``.
     """
 
     reads: tuple[Port, ...]
@@ -47,6 +51,7 @@ class Job:
     combine: tuple[Callable, ...] = ()
     size: int = 1
     rest: int = 0
+    first: int = 0
 
 
 def run(jobs: list[Job], arrays: dict[Any, Any], count: int, into: dict[Any, Any] | None = None) -> list[list[Any]]:
@@ -84,7 +89,7 @@ def visit(
     """
     out = []
     given = given or {}
-    starts = starts or [at * job.size if job.size > 1 else at for job in jobs]
+    starts = starts or [_start(job, at) for job in jobs]
     for k, job in enumerate(jobs):
         current, start = _fetch(job, table, starts[k], given), starts[k]
         new, partial = job.compute(start, job.size, current)
@@ -94,9 +99,15 @@ def visit(
             new, partial = _then(new, partial, jobs[k + 1], table, given)
         for port, value in zip(job.writes, new, strict=True):
             value = jax.device_put(value, HOST) if port.host else value
-            table[port.slot] = lax.dynamic_update_slice_in_dim(table[port.slot], value, start, port.axis)
+            table[port.slot] = lax.dynamic_update_slice_in_dim(table[port.slot], value, start - port.first if port.first else start, port.axis)
         out.append([combine(a, b) for combine, a, b in zip(job.combine, sums[k], partial, strict=True)])
     return out
+
+
+def _start(job: Job, at):
+    """Where slice number ``at`` of a job begins; written so that a loop over whole layers indexes by its own counter."""
+    start = at * job.size if job.size > 1 else at
+    return start + job.first if job.first else start
 
 
 def _then(new, partial, following: Job, table: dict[Any, Any], given: dict[Any, Any]):
@@ -122,7 +133,7 @@ def _fetch(job: Job, table: dict[Any, Any], start, given: dict[Any, Any]) -> lis
     def slice_of(port):
         if port.slot in given:
             return given[port.slot]
-        value = lax.dynamic_slice_in_dim(table[port.slot], start, job.size, port.axis)
+        value = lax.dynamic_slice_in_dim(table[port.slot], start - port.first if port.first else start, job.size, port.axis)
         return jax.device_put(value, DEVICE) if port.host else value
 
     return [slice_of(port) for port in job.reads]

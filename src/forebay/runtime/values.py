@@ -14,6 +14,7 @@ from forebay.errors import PlanError
 from forebay.plan import Plan
 from forebay.runtime.streaming import DEVICE
 from forebay.workload import jaxprs
+from forebay.workload.families import Family
 
 ROLES = {"grads": "gradient", "params": "parameter", "state": "optimizer"}
 
@@ -51,8 +52,15 @@ class Values:
             for slot, s in enumerate(stored):
                 for i, k in enumerate(s.members):
                     self.where[self.update.invar(kind, k)] = ((kind, slot), i if s.stacked else None)
+        self.parts = {
+            (self.update.invar("state", k), s.part): ("state", slot) for slot, s in enumerate(self.work.stored_state) if s.part for k in s.members
+        }
         position = {id(c): i for i, c in enumerate(self.update.components)}
         self.family = {position[id(item.component)]: f for f, family in enumerate(self.work.families) for item in family.items}
+
+    def slot(self, v, family: Family):
+        """The slot in which a family finds an input variable: of state that is kept in parts, its own."""
+        return self.parts.get((v, family.window), self.where[v][0])
 
     def whole(self, wanted: list[Any]) -> list[Any]:
         """Values of variables, whole and on the device, computing what they need."""

@@ -31,12 +31,16 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Family:
-    """A unit of the update. ``params`` and ``state`` are positions of stored arrays; ``items`` one per layer (stack) or one (leaf, joint)."""
+    """A unit of the update. ``params`` and ``state`` are positions of stored arrays; ``items`` one per layer (stack) or one (leaf, joint).
+
+    ``window``: the family updates only these layers, ``(start, stop)``; its state arrays hold no others (see ``parts``).
+    """
 
     kind: str
     params: tuple[int, ...]
     state: tuple[int, ...]
     items: tuple[Item, ...]
+    window: tuple[int, int] | None = None
 
 
 def make_families(update: Update, stored: tuple[Stored, ...]) -> tuple[tuple[Family, ...], tuple[Stored, ...]]:

@@ -22,10 +22,14 @@ from forebay.workload.names import leaf_names
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """One array of the state: the positions, in the user's flattened tree, of the leaves it holds. More than one: stacked on a new axis 0."""
+    """One array of the state: the positions, in the user's flattened tree, of the leaves it holds. More than one: stacked on a new axis 0.
+
+    ``part``: only these layers, ``(start, stop)`` of axis 0, of the leaf or stack.
+    """
 
     members: tuple[int, ...]
     stacked: bool = False
+    part: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -27,6 +27,7 @@ class Tensor:
     ``bytes`` are global. ``spec`` is the partition spec, or None where the caller gave no shardings. For an activation,
     ``count`` is the loop's length, ``shape`` one layer's; ``written`` is what the program does with it by itself, ``named``
     says that the user named it, and ``note`` says why it cannot be moved, if it cannot.
+    ``part``: only these layers of a stack of optimizer state.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Tensor:
     note: str = ""
     source: str = ""
     named: bool = False
+    part: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
