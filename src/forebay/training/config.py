@@ -15,7 +15,7 @@ import tyro
 from tyro.conf import UseAppendAction, arg
 
 from forebay.errors import InputError, nearest
-from forebay.records.entries import PLACEMENTS
+from forebay.training.placing import placement_rules
 
 CONFIG_FILE = "config.json"
 
@@ -116,16 +116,7 @@ class TrainConfig:
 
     def rules(self) -> dict[str, str]:
         """The placement rules as ``Plan.by_hand`` takes them: ``{"optimizer": "host"}``."""
-        rules = {}
-        for text in self.place:
-            rule, equals, placement = text.rpartition("=")
-            if not equals or not rule:
-                raise InputError(f"--place {text!r} is not a rule; write ROLE_OR_PATTERN=PLACEMENT, such as optimizer=host")
-            if placement not in PLACEMENTS:
-                raise InputError(f"--place {text!r}: there is no placement {placement!r}; {nearest(placement, PLACEMENTS)}")
-            rules.pop(rule, None)  # a repeated rule moves to the end: the last match wins
-            rules[rule] = placement
-        return rules
+        return placement_rules(self.place)
 
     def schedule_steps(self) -> int:
         """Steps of the learning-rate schedule."""

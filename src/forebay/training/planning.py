@@ -21,8 +21,8 @@ from tyro.conf import UseAppendAction, arg
 import forebay as fb
 from forebay.errors import InputError, PlanError, nearest
 from forebay.hardware import Hardware
-from forebay.records.entries import PLACEMENTS
 from forebay.training import answers
+from forebay.training.placing import placement_rules
 from forebay.training.models.presets import load_config, preset
 
 
@@ -158,24 +158,6 @@ def _find(model: str) -> Callable:
         callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise InputError(f"--model {model}: {module_name} has no function {function_name!r}; {nearest(function_name, callables)}")
     return function
-
-
-def placement_rules(place: tuple[str, ...]) -> dict[str, str]:
-    """``("optimizer=host",)`` as `Plan.by_hand` takes it. A repeated rule moves to the end: the last match wins.
-
-    Raises:
-        InputError: a text without a rule and a placement.
-    """
-    rules: dict[str, str] = {}
-    for text in place:
-        rule, _, placement = text.rpartition("=")
-        if not rule:
-            raise InputError(f"--place {text!r} is not a rule; write ROLE_OR_PATTERN=PLACEMENT, such as optimizer=host")
-        if placement not in PLACEMENTS:
-            raise InputError(f"--place {text!r}: there is no placement {placement!r}; {nearest(placement, PLACEMENTS)}")
-        rules.pop(rule, None)
-        rules[rule] = placement
-    return rules
 
 
 def _key(command: PlanCommand, hardware: Hardware) -> str | None:
