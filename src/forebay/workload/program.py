@@ -98,13 +98,20 @@ def build(loss_fn: Callable, args: Arguments, mesh=None, specs: tuple | None = N
         return leaves
 
     with jax.sharding.use_abstract_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-        traced = jax.make_jaxpr(flat)(*args.flat())
+        traced = jax.make_jaxpr(flat)(*(_standing_on(mesh, leaf) for leaf in args.flat()))
         _check_loss(traced)
         count = len(jax.tree.leaves(args.params))
         rolled, stored, notes = _rolled(jaxprs.inline(traced), count, specs or (None,) * count, leaf_names(args.params))
         whole_program = jaxprs.inline(rolled)
         loops, whole = _loops(whole_program, len(stored))
     return Program(jaxpr=whole_program, stored=stored, out_tree=out_tree, loops=loops, whole=whole, notes=notes)
+
+
+def _standing_on(mesh, leaf):
+    """An argument whose type names the mesh, as the types of computed values do: a block that reads it is then like the blocks behind it."""
+    if mesh is None:
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
 
 
 def _rolled(jaxpr, count, specs, names):
