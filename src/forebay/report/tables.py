@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from forebay.errors import InputError, nearest
-from forebay.records import ROLES
+from forebay.records import ROLES, Forecast
+from forebay.report.lanes import step_table
 from forebay.units import show_bytes, show_seconds
 
 LARGEST = 10
@@ -31,6 +32,8 @@ def render_plan(record: Mapping, cached: bool = False) -> str:
     if verdict:
         parts.append(_table_of_sizes(verdict))
     parts.append(_table_of_entries("largest entries", record["entries"], LARGEST))
+    if record.get("forecast"):
+        parts.append(step_table(Forecast.from_json(record["forecast"])))
     parts.append("\n".join(_verdict_lines(verdict, cached)) if verdict else "No verdict: the compiler has not been asked.")
     return "\n\n".join(parts)
 
@@ -87,11 +90,15 @@ def _table_of_sizes(verdict: Mapping) -> str:
 
 
 def _table_of_entries(title: str, entries: Iterable[Mapping], count: int) -> str:
-    table = _table(title, ">bytes", "placement", "reason")
+    entries = list(entries)
+    timed = any(entry.get("exposed_ms") is not None for entry in entries)
+    table = _table(title, ">bytes", *((">exposed (forecast)",) if timed else ()), "placement", "reason")
     for entry in sorted(entries, key=lambda entry: -entry["bytes_per_device"])[:count]:
         layers = entry.get("layers")
-        name = entry["name"] + (f" [{layers[0]}:{layers[1]}]" if layers else "")
-        table.add_row(name, show_bytes(entry["bytes_per_device"]), entry["placement"], entry["reason"])
+        name = entry["name"] if not layers or entry["name"].endswith("]") else f"{entry['name']}[{layers[0]}:{layers[1]}]"
+        exposed = entry.get("exposed_ms")
+        shown = (NOTHING if exposed is None else show_seconds(exposed / 1e3),) if timed else ()
+        table.add_row(name, show_bytes(entry["bytes_per_device"]), *shown, entry["placement"], entry["reason"])
     return _text(table)
 
 

@@ -21,9 +21,10 @@ from tyro.conf import UseAppendAction, arg
 import forebay as fb
 from forebay.errors import InputError, PlanError, nearest
 from forebay.hardware import Hardware
+from forebay.timeline import charge
 from forebay.training import answers
-from forebay.training.placing import placement_rules
 from forebay.training.models.presets import load_config, preset
+from forebay.training.placing import placement_rules
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ def answer(command: PlanCommand) -> Answer:
     cached = text is not None
     if text is None:
         program = load_program(command.model, command.seq, command.batch)
-        plan = plan_program(program, rules, hardware, _described(command))
+        plan = with_forecast(plan_program(program, rules, hardware, _described(command)), hardware, _work_done(command))
         text = json.dumps(plan.to_json(), indent=1) + "\n"
         if key and plan.verdict.fits is not None:  # a compile that was stopped may end another time
             answers.write(key, text)
@@ -101,6 +102,31 @@ def plan_program(program: tuple, rules: dict[str, str], hardware: Hardware, desc
     step = fb.train_step(loss_fn, optimizer, plan)
     verdict = fb.judge(step, (plan.abstract_state(), plan.abstract_batch()), hardware, plan=plan)
     return dataclasses.replace(plan, workload={**plan.workload, **(described or {})}, verdict=verdict)
+
+
+def with_forecast(plan: Any, hardware: Hardware, work_done: dict[str, float]) -> Any:
+    """``plan`` with the replay of its compiled schedule: step seconds, and each host entry's exposed time. Without a schedule, as it is.
+
+    A machine whose figures are not known has no forecast, which is then said among the verdict's messages.
+    """
+    if not plan.verdict.compiled or hardware.target.platform == "cpu":
+        return plan
+    try:
+        forecast = fb.predict(plan.verdict, hardware, **work_done)
+    except InputError as unknown:
+        verdict = dataclasses.replace(plan.verdict, messages=(*plan.verdict.messages, f"no forecast: {unknown}"))
+        return dataclasses.replace(plan, verdict=verdict)
+    return dataclasses.replace(plan, forecast=forecast.to_json(), entries=charge(forecast, plan.entries).entries)
+
+
+def _work_done(command: PlanCommand) -> dict[str, float]:
+    """Tokens of a step and the model's arithmetic for each, of a model that forebay knows."""
+    if ":" in command.model or command.seq is None or command.batch is None:
+        return {}
+    from forebay.training.models import llama  # after the name: this loads jax
+
+    config = load_config(command.model) if _is_file(command.model) else preset(command.model)
+    return {"tokens": command.batch * command.seq, "flops_per_token": llama.train_flops_per_token(config, command.seq)}
 
 
 def _described(command: PlanCommand) -> dict[str, Any]:
