@@ -67,7 +67,7 @@ def test_entries_carry_placement_and_reason_largest_first():
     lines = render_entries(_record(), "optimizer:*").splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["optimizer:0/mu/layers/wq", "optimizer:0/mu/embed"]
     assert lines[1].endswith("host        rule optimizer=host")
-    assert "activation:layer_input [0:4]" in render_entries(_record(), "activation")
+    assert "activation:layer_input[0:4]" in render_entries(_record(), "activation")
 
 
 def test_an_unknown_entry_is_an_error_with_the_nearest():

@@ -34,7 +34,9 @@ def draft(work: Workload, rules: Mapping[str, str], hardware: Any, options: Mapp
     platform = hardware.target.platform if hardware is not None else "cpu"
     won = choose(parse_rules(rules), work.tensors)
     work, won = _by_layers(work, won)
-    stands = {t.name.partition(":")[2]: _state_placement(t, won.get(t.name), (), platform)[0] for t in work.tensors if t.role == "parameter"}
+    stands = {
+        t.name.partition(":")[2]: _state_placement(t, won.get(t.name), (), platform)[0] for t in work.tensors if t.role == "parameter"
+    }
     hosted = {path for path, place in stands.items() if place == "host"}
     entries = tuple(_entry(work, t, won.get(t.name), mesh, hosted, platform) for t in work.tensors)
     count = options.get("microbatches", 1)
@@ -81,7 +83,9 @@ def _check_microbatches(work, count, mesh, entries) -> None:
     for e in (e for e in entries if e.role == "batch"):
         parts = count * (mesh.size(e.spec[0]) if mesh is not None else 1)
         if not e.shape or e.shape[0] % parts:
-            raise InputError(f"{e.name} has {e.shape[0] if e.shape else 0} rows, which {count} microbatches on {parts // count} shards do not divide")
+            raise InputError(
+                f"{e.name} has {e.shape[0] if e.shape else 0} rows, which {count} microbatches on {parts // count} shards do not divide"
+            )
 
 
 def _accumulators(entries, dtype: str | None) -> tuple[Entry, ...]:
@@ -91,7 +95,11 @@ def _accumulators(entries, dtype: str | None) -> tuple[Entry, ...]:
         kind = dtype or str(jnp.promote_types(e.dtype, jnp.float32))
         size = e.bytes_per_device * jnp.dtype(kind).itemsize // jnp.dtype(e.dtype).itemsize
         path = e.name.partition(":")[2]
-        made.append(dataclasses.replace(e, name=f"accumulator:{path}", role="accumulator", dtype=kind, bytes_per_device=size, reason="beside its gradient"))
+        made.append(
+            dataclasses.replace(
+                e, name=f"accumulator:{path}", role="accumulator", dtype=kind, bytes_per_device=size, reason="beside its gradient"
+            )
+        )
     return tuple(made)
 
 
@@ -123,7 +131,15 @@ def _entry(work, tensor: Tensor, rule: Rule | None, mesh, hosted, platform) -> E
     local = tensor.bytes * math.prod(local_shape(tensor.shape, spec, mesh, tensor.name)) // max(1, math.prod(tensor.shape))
     placement, reason = _state_placement(tensor, rule, hosted, platform)
     return Entry(
-        name=tensor.name, role=tensor.role, bytes_per_device=local, placement=placement, reason=reason, shape=tensor.shape, dtype=tensor.dtype, spec=spec, layers=tensor.part
+        name=tensor.name,
+        role=tensor.role,
+        bytes_per_device=local,
+        placement=placement,
+        reason=reason,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        spec=spec,
+        layers=tensor.part,
     )
 
 
@@ -181,7 +197,13 @@ def _activation(work, tensor: Tensor, rule: Rule | None, mesh) -> Entry:
         placement, reason = rule.placement, f"rule {rule.text}"
     stands = 0 if placement == "recompute" or not tensor.movable and tensor.count > 1 else _activation_bytes(work, tensor, mesh)
     return Entry(
-        name=tensor.name, role="activation", bytes_per_device=stands, placement=placement, reason=reason, shape=tensor.shape, dtype=tensor.dtype
+        name=tensor.name,
+        role="activation",
+        bytes_per_device=stands,
+        placement=placement,
+        reason=reason,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
     )
 
 
@@ -210,7 +232,10 @@ def with_fusion(plan: Any) -> tuple[Entry, ...]:
             if not why:
                 one = entry.bytes_per_device // max(1, plan.streams[f].count)
                 changed[entry.name] = dataclasses.replace(
-                    entry, placement="hbm", bytes_per_device=one, reason="consumed by the update inside the backward pass, one layer at a time"
+                    entry,
+                    placement="hbm",
+                    bytes_per_device=one,
+                    reason="consumed by the update inside the backward pass, one layer at a time",
                 )
             else:
                 changed[entry.name] = dataclasses.replace(entry, reason=f"{entry.reason}, and read again by the update: {why}")

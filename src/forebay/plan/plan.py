@@ -43,7 +43,9 @@ class Plan:
     work: Workload | None = dataclasses.field(default=None, repr=False)
 
     @classmethod
-    def by_hand(cls, work: Workload, rules: Mapping[str, str] | None = None, hardware: Any = None, options: Mapping[str, Any] | None = None) -> "Plan":
+    def by_hand(
+        cls, work: Workload, rules: Mapping[str, str] | None = None, hardware: Any = None, options: Mapping[str, Any] | None = None
+    ) -> "Plan":
         """A plan from rules such as ``{"optimizer": "host", "activation:attn_*": "recompute"}``; the last match wins.
 
         Without shardings on the workload, forebay proposes FSDP over ``hardware``'s devices; without hardware, one device.
@@ -102,7 +104,10 @@ class Plan:
         """How the user's trees are stored in a State."""
         work = self.bound
         return Layout(
-            params_tree=jax.tree.structure(work.args.params), opt_tree=jax.tree.structure(work.opt_state), params=work.stored, opt_state=work.stored_state
+            params_tree=jax.tree.structure(work.args.params),
+            opt_tree=jax.tree.structure(work.opt_state),
+            params=work.stored,
+            opt_state=work.stored_state,
         )
 
     def abstract_mesh(self):

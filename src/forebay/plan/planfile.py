@@ -69,7 +69,9 @@ def read(path: str | Path) -> dict[str, Any]:
     except OSError as problem:
         raise PlanError(f"the plan {path} cannot be read: {problem.strerror}") from None
     except (ValueError, RecursionError) as problem:
-        raise PlanError(f"{path} is not a plan.json: {problem or 'it is nested too deeply'}; make it again with forebay plan --out") from None
+        raise PlanError(
+            f"{path} is not a plan.json: {problem or 'it is nested too deeply'}; make it again with forebay plan --out"
+        ) from None
     if not isinstance(data, dict):
         raise PlanError(f"{path} is not a plan.json: it holds a {type(data).__name__}, not an object")
     _check_depth(data, path)
@@ -92,7 +94,9 @@ def fields(data: dict[str, Any], path: str) -> dict[str, Any]:
         PlanError: another schema, or a field that is missing or of the wrong type, which is named.
     """
     if data.get("schema") != SCHEMA:
-        raise PlanError(f"{path} has schema {data.get('schema')!r}; this forebay reads schema {SCHEMA}. Make the plan again with forebay plan --out")
+        raise PlanError(
+            f"{path} has schema {data.get('schema')!r}; this forebay reads schema {SCHEMA}. Make the plan again with forebay plan --out"
+        )
     for name, kind in (("workload", dict), ("signature", dict), ("entries", list), ("options", dict)):
         if not isinstance(data.get(name), kind):
             raise PlanError(f"{path}: the field {name!r} is missing or is not {'a list' if kind is list else 'an object'}")
@@ -161,9 +165,15 @@ def _verdict(value, path) -> Verdict | None:
 def describe(plan: Any) -> str:
     """A plan in a few lines: bytes by role and place, then the verdict."""
     w = plan.workload
-    lines = [f"plan for {w.get('model') or 'a model'} ({w['parameters']:,} parameters) on {(plan.hardware or {}).get('name', 'one device')}"]
+    lines = [
+        f"plan for {w.get('model') or 'a model'} ({w['parameters']:,} parameters) on {(plan.hardware or {}).get('name', 'one device')}"
+    ]
     for role, places in by_role(plan).items():
         parts = [f"{show_bytes(places[p])} on {p}" for p in ("hbm", "host") if places[p]]
         lines.append(f"  {role:12s} {', '.join(parts) or 'none kept'}")
-    lines.append(str(plan.verdict) if plan.verdict is not None else "not compiled yet: forebay.judge(step, (plan.abstract_state(), batch), hardware, plan=plan)")
+    lines.append(
+        str(plan.verdict)
+        if plan.verdict is not None
+        else "not compiled yet: forebay.judge(step, (plan.abstract_state(), batch), hardware, plan=plan)"
+    )
     return "\n".join(lines)

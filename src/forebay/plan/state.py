@@ -106,7 +106,9 @@ def _item(array, i: int):
 
 
 def _item_sharding(sharding):
-    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*tuple(sharding.spec)[1:]), memory_kind=sharding.memory_kind)
+    return jax.sharding.NamedSharding(
+        sharding.mesh, jax.sharding.PartitionSpec(*tuple(sharding.spec)[1:]), memory_kind=sharding.memory_kind
+    )
 
 
 def _host_item(array, i: int):
@@ -133,5 +135,9 @@ def restack(stored: tuple[Stored, ...], leaves, wanted) -> tuple[Any, ...]:
             out.append(jax.device_put(leaves[s.members[0]], like.sharding))
             continue
         rows = [np.asarray(leaves[k]) for k in s.members[start:stop]]
-        out.append(jax.make_array_from_callback(like.shape, like.sharding, lambda index, rows=rows: np.stack([r[index[1:]] for r in rows[index[0]]])))
+        out.append(
+            jax.make_array_from_callback(
+                like.shape, like.sharding, lambda index, rows=rows: np.stack([r[index[1:]] for r in rows[index[0]]])
+            )
+        )
     return tuple(out)

@@ -1,8 +1,8 @@
 """How each family of the optimizer's update runs under given placements: resident, streamed along an axis, item by item, or whole.
 
-    slices of a stack the loop scans    axis 0, one layer at a time
-    an unstacked leaf (embedding, head) chunks along its first unsharded axis that the update allows
-    a small leaf                        whole: a copy of it costs less than a trip round a loop
+slices of a stack the loop scans    axis 0, one layer at a time
+an unstacked leaf (embedding, head) chunks along its first unsharded axis that the update allows
+a small leaf                        whole: a copy of it costs less than a trip round a loop
 """
 
 import dataclasses
@@ -79,7 +79,15 @@ def _slices(work, family, tensor, spec, local, itemsize) -> Stream:
             refused = refused or str(why)
             continue
         if axis == 0 and stack:
-            return Stream(mode="slices", reason=f"streamed layer by layer, {local[0]} layers", axis=0, size=1, count=local[0], sliced=sliced, layered=True)
+            return Stream(
+                mode="slices",
+                reason=f"streamed layer by layer, {local[0]} layers",
+                axis=0,
+                size=1,
+                count=local[0],
+                sliced=sliced,
+                layered=True,
+            )
         per_position = math.prod(local) * itemsize // local[axis]
         size = chunk(local[axis], max(1, CHUNK_BYTES // per_position))
         reason = f"streamed in {math.ceil(local[axis] / size)} chunks along axis {axis}"

@@ -99,7 +99,13 @@ def item_of(update: Update, index: int) -> Item:
 
 def _used_outside(update, index):
     """Variables that other equations read, or that are results of the update: the norm, and scalars of the state, which no component owns."""
-    used = {v for e, own in zip(update.jaxpr.jaxpr.eqns, update.owner, strict=True) if own != index for v in e.invars if not jaxprs.is_literal(v)}
+    used = {
+        v
+        for e, own in zip(update.jaxpr.jaxpr.eqns, update.owner, strict=True)
+        if own != index
+        for v in e.invars
+        if not jaxprs.is_literal(v)
+    }
     return used | {v for v in update.jaxpr.jaxpr.outvars if not jaxprs.is_literal(v) and loose(v)}
 
 

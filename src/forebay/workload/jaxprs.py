@@ -37,7 +37,9 @@ def bind(eqn, args: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def evaluate(jaxpr: core.ClosedJaxpr, args: Sequence[Any], rule: Callable[[Any, list[Any]], list[Any] | None] = lambda e, a: None) -> list[Any]:
+def evaluate(
+    jaxpr: core.ClosedJaxpr, args: Sequence[Any], rule: Callable[[Any, list[Any]], list[Any] | None] = lambda e, a: None
+) -> list[Any]:
     """Run ``jaxpr`` on ``args``; ``rule(eqn, inputs)`` may answer for an equation, or give None to have it bound as it is."""
     env: dict[Any, Any] = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
     env.update(zip(jaxpr.jaxpr.invars, args, strict=True))
@@ -87,7 +89,12 @@ def loop_of(eqn) -> Loop:
     else:
         consts, carry = params["num_consts"], params["num_carry"]
     return Loop(
-        consts=consts, carry=carry, length=params["length"], reverse=params["reverse"], unroll=params["unroll"], body=closed(params["jaxpr"])
+        consts=consts,
+        carry=carry,
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+        body=closed(params["jaxpr"]),
     )
 
 

@@ -77,7 +77,11 @@ def _part(tensor: Tensor, part: tuple[int, int]) -> Tensor:
     start, stop = part
     layers = tensor.shape[0]
     return dataclasses.replace(
-        tensor, name=f"{tensor.name}[{start}:{stop}]", shape=(stop - start, *tensor.shape[1:]), bytes=tensor.bytes // layers * (stop - start), part=part
+        tensor,
+        name=f"{tensor.name}[{start}:{stop}]",
+        shape=(stop - start, *tensor.shape[1:]),
+        bytes=tensor.bytes // layers * (stop - start),
+        part=part,
     )
 
 

@@ -70,13 +70,21 @@ def out_axes(eqn, axes: Sequence[int | None]) -> list[int | None] | str:
     if name == "concatenate":
         return _refuse(eqn, "joins along it") if params["dimension"] == axis or len(set(axes) - {None}) > 1 else [axis]
     if name == "slice":
-        whole = params["start_indices"][axis] == 0 and params["limit_indices"][axis] == shape[axis] and (params["strides"] or [1] * 9)[axis] == 1
+        whole = (
+            params["start_indices"][axis] == 0
+            and params["limit_indices"][axis] == shape[axis]
+            and (params["strides"] or [1] * 9)[axis] == 1
+        )
         return [axis] if whole else _refuse(eqn, "cuts it")
     if name == "pad":
         return [axis] if tuple(params["padding_config"][axis]) == (0, 0, 0) else _refuse(eqn, "pads it")
     if name in ALONG:
         where = params.get("axis", params.get("dimension", params.get("dimensions")))
-        return _refuse(eqn, "runs along it") if axis == where or axis in (where if isinstance(where, tuple) else ()) else [axis] * len(eqn.outvars)
+        return (
+            _refuse(eqn, "runs along it")
+            if axis == where or axis in (where if isinstance(where, tuple) else ())
+            else [axis] * len(eqn.outvars)
+        )
     if name in BATCHED:
         return [axis] * len(eqn.outvars) if axis < len(shape) - 2 else _refuse(eqn, "factorises across it")
     if name == "scan":

@@ -98,7 +98,9 @@ class Workload:
             args = self.args if microbatches == 1 else dataclasses.replace(self.args, batch=jax.tree.map(cut, self.args.batch))
             cache[key] = programs.build(self.loss_fn, args, mesh, self._specs())
             if cache[key].stored != self.stored:
-                raise InputError("the loss has other repeated layers when it is traced on the mesh: it must not depend on the mesh in its structure")
+                raise InputError(
+                    "the loss has other repeated layers when it is traced on the mesh: it must not depend on the mesh in its structure"
+                )
         return cache[key]
 
     def _specs(self):
@@ -186,7 +188,9 @@ def _check_params(params):
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             where = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise InputError(f"parameter {where} is {leaf.dtype}{list(leaf.shape)}, which cannot be differentiated; pass it in extra= instead")
+            raise InputError(
+                f"parameter {where} is {leaf.dtype}{list(leaf.shape)}, which cannot be differentiated; pass it in extra= instead"
+            )
 
 
 def _specs(params, batch, shape, param_specs, batch_spec):
@@ -199,10 +203,15 @@ def _specs(params, batch, shape, param_specs, batch_spec):
         is_spec = lambda s: s is None or isinstance(s, jax.sharding.PartitionSpec)  # noqa: E731
         found = jax.tree.leaves(param_specs, is_leaf=is_spec)
         if len(found) != len(leaves):
-            raise InputError(f"param_specs has {len(found)} specs for {len(leaves)} parameters; give one for each leaf, P() where unsharded")
+            raise InputError(
+                f"param_specs has {len(found)} specs for {len(leaves)} parameters; give one for each leaf, P() where unsharded"
+            )
         specs = [sharding.pad_spec(s, len(leaf.shape)) for s, leaf in zip(found, leaves, strict=True)]
     rows = jax.tree.leaves(batch)
-    found = [sharding.spec_of(leaf) if batch_spec is None else sharding.pad_spec(tuple(batch_spec)[: len(leaf.shape)], len(leaf.shape)) for leaf in rows]
+    found = [
+        sharding.spec_of(leaf) if batch_spec is None else sharding.pad_spec(tuple(batch_spec)[: len(leaf.shape)], len(leaf.shape))
+        for leaf in rows
+    ]
     if shape is None:
         if any(s is not None for s in (*specs, *found)):
             raise InputError("specs were given without a mesh: pass mesh= or put NamedShardings on the ShapeDtypeStructs")
@@ -235,7 +244,9 @@ def _state_tensors(args, opt_state, program, update, families, stored_state, spe
         spec = None
         if specs[0] is not None:
             spec = _state_spec(shape, owner.get(j), program.stored, params, param_spec)
-        yield Tensor(name=f"optimizer:{name}", role="optimizer", **_state_array(shape, leaf.dtype, spec, tuple(state_members[k] for k in s.members)))
+        yield Tensor(
+            name=f"optimizer:{name}", role="optimizer", **_state_array(shape, leaf.dtype, spec, tuple(state_members[k] for k in s.members))
+        )
 
 
 def _state_array(shape, dtype, spec, members) -> dict[str, Any]:
@@ -292,7 +303,9 @@ def _activation_tensors(program):
             movable, note = movability(r, loop.loop.length)
             if name in found:
                 old = found[name]
-                found[name] = dataclasses.replace(old, bytes=old.bytes + size, count=old.count + loop.loop.length, movable=old.movable or movable)
+                found[name] = dataclasses.replace(
+                    old, bytes=old.bytes + size, count=old.count + loop.loop.length, movable=old.movable or movable
+                )
                 continue
             found[name] = Tensor(
                 name=name, role="activation", shape=r.shape, dtype=str(r.dtype), bytes=size, count=loop.loop.length, members=(r.path,),
@@ -304,7 +317,10 @@ def _activation_tensors(program):
 def movability(r, length: int) -> tuple[bool, str]:
     """Whether a residual can be placed at all, and why not."""
     if not r.needed:
-        return False, "it only leaves the loop's body (a block's output), so differentiation never keeps it; place the next block's input instead"
+        return (
+            False,
+            "it only leaves the loop's body (a block's output), so differentiation never keeps it; place the next block's input instead",
+        )
     if length == 1:
         return False, "its loop has a single iteration, for which the compiler drops an offload"
     return True, ""
