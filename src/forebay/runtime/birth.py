@@ -52,7 +52,10 @@ def init(init_fn: Callable, optimizer: Any, plan: Plan, key: Any, mesh: Any = No
 
 
 def place(params: Any, optimizer: Any, plan: Plan, key: Any = None, mesh: Any = None, extra: Any = None) -> State:
-    """A new state from weights that exist: ``params`` (arrays or numpy arrays, the user's tree) go leaf by leaf to their places."""
+    """A new state from weights that exist: ``params`` (arrays or numpy arrays, the user's tree) go leaf by leaf to their places.
+
+    The weights are consumed: what stands in its place already is not copied, and the first step donates it.
+    """
     mesh = mesh if mesh is not None else plan.make_mesh()
     wanted = plan.abstract_state(mesh)
     _check(plan, params)
@@ -80,7 +83,8 @@ def _complete(optimizer, plan: Plan, wanted: State, params, key, extra) -> State
     state = optimizer_state(optimizer, plan, wanted, params)
     if wanted.extra is not None and extra is None:
         raise InputError("the loss has extra state: pass its initial value as extra=")
-    put = lambda value, like: jax.device_put(value, like.sharding)  # noqa: E731
+    # A copy: the first step donates the state, and the caller's key and mutable state must outlive that.
+    put = lambda value, like: jax.device_put(jnp.copy(value), like.sharding)  # noqa: E731
     return State(
         step=put(jnp.zeros((), jnp.int32), wanted.step),
         stored_params=params,
