@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from forebay.errors import PlanError
 from forebay.plan import by_hand as hand
-from forebay.plan import planfile
+from forebay.plan import copies, planfile
 from forebay.plan.fusion import gradient_dependent, shared_reads, why_not
 from forebay.plan.state import Layout, State
 from forebay.plan.streams import Stream, align, choose_stream
@@ -63,7 +63,8 @@ class Plan:
             workload=described, signature=work.signature, hardware=hardware.to_json() if hardware is not None else None, mesh=made.mesh,
             entries=made.entries, options=made.options, work=made.work,
         )  # fmt: skip
-        return dataclasses.replace(plan, entries=hand.with_fusion(plan))
+        plan = dataclasses.replace(plan, entries=hand.with_fusion(plan))
+        return dataclasses.replace(plan, entries=copies.with_copies(plan))
 
     def placement(self, name: str) -> str:
         """The placement of the entry ``name``."""
@@ -74,8 +75,14 @@ class Plan:
         return {e.name: e for e in self.entries}
 
     def role(self, role: str) -> tuple[Entry, ...]:
-        """The entries of one role, in the order of the stored arrays."""
-        return tuple(e for e in self.entries if e.role == role)
+        """The entries of one role, in the order of the stored arrays; compute copies are not among them."""
+        return tuple(e for e in self.entries if e.role == role and e.copy_of is None)
+
+    @functools.cached_property
+    def copies(self) -> dict[int, Entry]:
+        """The compute copies by the stored parameter that each is a copy of, in the order in which a State holds them."""
+        of = {e.copy_of: e for e in self.entries if e.copy_of is not None}
+        return {p: of[e.name] for p, e in enumerate(self.role("parameter")) if e.name in of}
 
     @property
     def compiler_options(self) -> dict[str, object]:
@@ -143,6 +150,7 @@ class Plan:
             key=at(work.args.key),
             extra=jax.tree.map(at, work.args.extra),
             layout=self.layout,
+            stored_copies=copies.abstract(self, mesh),
         )
 
     def abstract_tree(self, mesh: Any = None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from forebay.plan.copies import rebuild
 from forebay.workload.program import Stored
 
 
@@ -26,6 +27,7 @@ class State:
 
     ``step``: int32 scalar. ``key``: a PRNG key or None; the key of a step is ``fold_in(key, step)``. ``extra``: the user's
     mutable, undifferentiated state or None. A view of leaves that are stored stacked cuts the stack, on the stack's own memory.
+    ``stored_copies``: the compute copies of parameters (``plan.copies``), which the user's trees do not hold.
     """
 
     step: Any
@@ -34,6 +36,7 @@ class State:
     key: Any
     extra: Any
     layout: Layout = dataclasses.field(metadata={"static": True})
+    stored_copies: tuple[Any, ...] = ()
 
     @property
     def params(self) -> Any:
@@ -59,13 +62,15 @@ class State:
         if key is not None and wanted.key is not None and jax.dtypes.issubdtype(wanted.key.dtype, jax.dtypes.prng_key):
             key = jax.random.wrap_key_data(key)
         put = lambda value, like: value if value is None else jax.device_put(value, like.sharding)  # noqa: E731
+        stored = restack(plan.layout.params, params, wanted.stored_params)
         return cls(
             step=put(tree["step"], wanted.step),
-            stored_params=restack(plan.layout.params, params, wanted.stored_params),
+            stored_params=stored,
             stored_opt_state=restack(plan.layout.opt_state, opt_state, wanted.stored_opt_state),
             key=put(key, wanted.key),
             extra=jax.tree.map(put, tree["extra"], wanted.extra),
             layout=plan.layout,
+            stored_copies=rebuild(plan, stored, wanted.stored_copies),
         )
 
 

@@ -21,6 +21,7 @@ class Entry:
 
     ``placement`` is one of ``hbm``, ``host``, ``recompute``. ``layers`` is ``(start, stop)`` where the entry covers
     only part of a stack. ``exposed_ms``, ``ms_per_gib`` and ``runner_up`` are forecasts and stay ``None`` until one is made.
+    ``copy_of`` names the entry whose values, cast to ``dtype``, this one holds.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Entry:
     exposed_ms: float | None = None
     ms_per_gib: float | None = None
     runner_up: str | None = None
+    copy_of: str | None = None
 
     def __post_init__(self):
         assert self.role in ROLES, self.role

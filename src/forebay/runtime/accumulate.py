@@ -54,7 +54,7 @@ def accumulated(plan: Plan, mesh, params, extra, batch, key):
     xs = jnp.arange(count, dtype=jnp.int32), split_batch(plan, mesh, batch)
     (total, weight, acc, extra), aux = lax.scan(one, start, xs)
     norm = jnp.ones((), zero.dtype) if work.reduction == "sum" else weight
-    grads = {p: _divided(plan, p, a, norm, params[p].dtype) for p, a in acc.items()}
+    grads = {p: _divided(plan, p, a, norm, plan.role("gradient")[p].dtype) for p, a in acc.items()}
     return total / norm, _combined(aux, work.reduction), extra, grads
 
 

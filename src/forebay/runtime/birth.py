@@ -15,6 +15,7 @@ import numpy as np
 
 from forebay.errors import InputError, PlanError
 from forebay.plan import Plan, State
+from forebay.plan.copies import rebuild
 from forebay.plan.state import restack
 from forebay.runtime.step import retrace
 from forebay.workload import jaxprs
@@ -92,6 +93,7 @@ def _complete(optimizer, plan: Plan, wanted: State, params, key, extra) -> State
         key=None if wanted.key is None else put(_typed(key), wanted.key),
         extra=jax.tree.map(put, extra, wanted.extra),
         layout=plan.layout,
+        stored_copies=rebuild(plan, params, wanted.stored_copies),
     )
 
 

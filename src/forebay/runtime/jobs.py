@@ -12,7 +12,7 @@ from jax import lax
 
 from forebay.plan.fusion import gradient_dependent
 from forebay.plan.streams import Stream
-from forebay.runtime import streaming
+from forebay.runtime import copies, streaming
 from forebay.runtime.streaming import Job, Port
 from forebay.runtime.values import Values
 from forebay.workload import jaxprs, slicing
@@ -44,9 +44,11 @@ def ports(values: Values, family: Family, variables, axis=lambda v: 0) -> tuple[
 def final_job(values: Values, family: Family, stream: Stream) -> tuple[Job, list[Any]]:
     """The job that replaces a streamed family's arrays, and the variables that it sums on the way, since nothing needs them earlier."""
     if family.kind == "stack":
-        return item_job(values, family)
-    late = late_sums(values, family, stream)
-    return slice_job(values, family, stream, late, write=True), late
+        job, late = item_job(values, family)
+    else:
+        late = late_sums(values, family, stream)
+        job = slice_job(values, family, stream, late, write=True)
+    return copies.follow(values.plan, job), late
 
 
 def late_sums(values: Values, family: Family, stream: Stream) -> list[Any]:

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from forebay.plan import Plan
+from forebay.runtime import copies
 from forebay.runtime.loss import DEVICE, Waiting, checkpointing
 from forebay.runtime.streaming import HOST, Job, visit
 from forebay.workload import residuals
@@ -83,7 +84,7 @@ class LayerPass:
 
     def _classify(self):
         """For each value that the derivative needs: which operand it is, or None where the layer must save it."""
-        weights = {k: self._like(w.value.shape[1:], w.value.dtype) for k, w in self.waits.items()}
+        weights = {k: self._like(w.value.shape[1:], self._dtype(w)) for k, w in self.waits.items()}
         plain = {k: self._like(v.shape[1:], v.dtype) for k, v in self.plain.items()}
         floats, others = self._split([self._like(v.shape, v.dtype) for v in self.consts], [self._like(v.shape, v.dtype) for v in self.init], weights, plain)
         traced = jax.make_jaxpr(self._vjp)(floats, others)
@@ -99,6 +100,13 @@ class LayerPass:
             carried = operand is not None and fixed <= operand < fixed + len(self.init)
             kinds.append(None if carried else operand)
         self.kinds = kinds
+
+    def _dtype(self, wait: Waiting):
+        return self.plan.role("parameter")[wait.param].dtype
+
+    def _wide(self, weights):
+        """Fetched weights in the dtypes of their masters: what a layer is differentiated by."""
+        return copies.widened(self.plan, {k: w.param for k, w in self.waits.items()}, weights)
 
     @staticmethod
     def _like(shape, dtype):
@@ -123,7 +131,7 @@ class LayerPass:
         def body(carry, xs):
             values, weights = carry
             i, plain = xs
-            floats, others = self._split(self.consts, values, weights, plain)
+            floats, others = self._split(self.consts, values, self._wide(weights), plain)
             outs, rest, leaves = self._vjp(floats, others)
             ahead = self._fetch(stacks, self._next(i, True))
             results = self._results(outs, rest)
@@ -147,6 +155,7 @@ class LayerPass:
         fused = fused or Fused(jobs=[], arrays={}, params=[])
         slot_of = {w.param: k for k, w in self.waits.items()}
         consumed = {slot_of[p] for p in fused.params}
+        held = {k for k in consumed if self.waits[k].param not in self.plan.copies}  # masters, which their update need not fetch again
         slots = list(dict.fromkeys(port.slot for job in fused.jobs for port in (*job.reads, *job.writes) if port.slot[0] != "grads"))
         first = self._first(False)
         floating = [is_float(a) for a in self.shape.body.out_avals]
@@ -159,20 +168,20 @@ class LayerPass:
             if fused.jobs:
                 given = self._given(fused, slot_of, carry["done"], carry["pending"])
                 sums = visit(fused.jobs, table, sums, self._next(i, True), given, live=i != first)
-            stacks = {k: table.get(("params", w.param), w.value) for k, w in self.waits.items()}
+            stacks = {k: table.get(copies.slot_of(self.plan, w.param), w.value) for k, w in self.waits.items()}
             ahead = self._fetch(stacks, self._next(i, False))
             d_const, d_carry, d_weights, d_plain = self._pull(carry["weights"], plain, saved, [*carry["ct"], *ys])
             pending = {k: d_weights[k] for k in consumed}
             out = {
                 "ct": d_carry, "consts": [a + b for a, b in zip(carry["consts"], d_const, strict=True)], "weights": ahead, "pending": pending,
-                "done": {k: carry["weights"][k] for k in consumed}, "arrays": [table[s] for s in slots], "sums": sums,
+                "done": {k: carry["weights"][k] for k in held}, "arrays": [table[s] for s in slots], "sums": sums,
             }  # fmt: skip
             return out, (d_plain, self._left(d_weights, consumed))
 
         weights = self._fetch({k: w.value for k, w in self.waits.items()}, first)
         start = {
             "ct": ct_carry, "consts": [jnp.zeros(c.shape, c.dtype) for c in self.consts if is_float(c)], "weights": weights,
-            "pending": {k: jnp.zeros_like(weights[k]) for k in consumed}, "done": {k: weights[k] for k in consumed},
+            "pending": {k: jnp.zeros_like(weights[k], self._dtype(self.waits[k])) for k in consumed}, "done": {k: weights[k] for k in held},
             "arrays": [fused.arrays[s] for s in slots], "sums": [list(job.sums) for job in fused.jobs],
         }  # fmt: skip
         xs = jnp.arange(self.shape.length, dtype=jnp.int32), self.plain, self.saved, ct_ys
@@ -194,18 +203,19 @@ class LayerPass:
         return {p: jax.device_put(d, HOST) if p in on_host else d for p, d in left.items()}
 
     def _given(self, fused: Fused, slot_of, weights, gradients):
-        """Slices that the updates find on the device: the layer's weights and its gradient, on the specs of their stacks."""
+        """Slices that the updates find on the device, on the specs of their stacks: the layer's gradient, and its weights unless copied."""
         given = {}
         for p in fused.params:
             wait = self.waits[slot_of[p]]
             pin = named(wait.mesh, (None, *wait.spec[1:]), "hbm")
-            given["params", p] = lax.with_sharding_constraint(weights[slot_of[p]][None], pin)
+            if slot_of[p] in weights:
+                given["params", p] = lax.with_sharding_constraint(weights[slot_of[p]][None], pin)
             given["grads", p] = lax.with_sharding_constraint(gradients[slot_of[p]][None], pin)
         return given
 
     def _pull(self, weights, plain, saved, cotangents):
         """The layer's derivative, from what was saved and from the operands that are at hand again."""
-        flat = jax.tree.leaves((list(self.consts), list(self.init), weights, plain))
+        flat = jax.tree.leaves((list(self.consts), list(self.init), self._wide(weights), plain))
         stored = iter(saved)
         leaves = [next(stored) if kind is None else flat[kind] for kind in self.kinds]
         [floats] = jax.tree.unflatten(self.pullback, leaves)(cotangents)

@@ -122,7 +122,8 @@ def _unfused(plan: Plan) -> Plan:
         size = whole[f"parameter:{path}"]
         return dataclasses.replace(e, placement="host", bytes_per_device=size, reason="it passes from value_and_grad to update")
 
-    return dataclasses.replace(plan, entries=tuple(map(entry, plan.entries)), options={**plan.options, "fuse_update": "never"})
+    entries = tuple(entry(e) for e in plan.entries if e.copy_of is None)
+    return dataclasses.replace(plan, entries=entries, options={**plan.options, "fuse_update": "never"})
 
 
 def _reads_loss(plan: Plan) -> bool:

@@ -3,6 +3,7 @@
     state, batch -> loss and gradients (planned loss) -> update (resident or streamed) -> state', {loss, grad_norm, aux}
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from forebay.errors import InputError, PlanError
 from forebay.plan import Plan, State
+from forebay.runtime import copies
 from forebay.runtime import update as updates
 from forebay.runtime.accumulate import accumulated
 from forebay.runtime.gradients import loss_and_gradients
@@ -114,15 +116,20 @@ def _step(plan: Plan, state: State, batch: Any):
     mesh = plan.abstract_mesh()
     with jax.sharding.use_abstract_mesh(mesh):
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
-        values = updates.begin(plan, state.stored_params, state.stored_opt_state)
+        values = updates.begin(plan, state.stored_params, state.stored_opt_state, state.stored_copies)
+        program = plan.bound.program_on(mesh, plan.options["microbatches"])
+        weights = copies.travelling(plan, program, state.stored_params, state.stored_copies)
         if plan.options["microbatches"] > 1:
-            loss, aux, extra, grads = accumulated(plan, mesh, state.stored_params, state.extra, batch, key)
+            loss, aux, extra, grads = accumulated(plan, mesh, weights, state.extra, batch, key)
         else:
-            loss, aux, extra, grads = loss_and_gradients(plan, plan.bound.program_on(mesh), values, state.stored_params, state.extra, batch, key)
+            loss, aux, extra, grads = loss_and_gradients(plan, program, values, weights, state.extra, batch, key)
         values.receive(pinned(plan, mesh, grads), loss)
         params, opt_state, norm = updates.finish(values, plan.fused)
     metrics = {"loss": loss, "grad_norm": norm} | ({} if aux is None else {"aux": aux})
-    new = State(step=state.step + 1, stored_params=params, stored_opt_state=opt_state, key=state.key, extra=extra, layout=state.layout)
+    new = dataclasses.replace(
+        state, step=state.step + 1, stored_params=params, stored_opt_state=opt_state, extra=extra,
+        stored_copies=tuple(values.arrays["copies", p] for p in plan.copies),
+    )  # fmt: skip
     return new, metrics
 
 

@@ -29,12 +29,14 @@ class Port:
     """One array as a loop sees it: ``slot`` in the table of arrays, its streamed ``axis``, and whether it stands on the host.
 
     ``first``: the position at which the array begins, where it is only a part of what the loop runs over.
+    ``copy_of``: the slot whose slices this one holds, cast to its own dtype.
     """
 
     slot: Any
     axis: int
     host: bool
     first: int = 0
+    copy_of: Any = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,7 +127,8 @@ def _then(new, partial, following: Job, table: dict[Any, Any], given: dict[Any, 
 def _unless(live, job: Job, current, new, partial):
     """The old slices and no sums where ``live`` is False."""
     old = {port.slot: value for port, value in zip(job.reads, current, strict=True)}
-    new = [jnp.where(live, value, old[port.slot]) for port, value in zip(job.writes, new, strict=True)]
+    before = lambda port, value: old[port.slot if port.copy_of is None else port.copy_of].astype(value.dtype)  # noqa: E731
+    new = [jnp.where(live, value, before(port, value)) for port, value in zip(job.writes, new, strict=True)]
     return new, [jnp.where(live, value, zero) for value, zero in zip(partial, job.sums, strict=True)]
 
 

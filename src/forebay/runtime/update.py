@@ -24,9 +24,9 @@ from forebay.workload import jaxprs
 from forebay.workload.families import Family
 
 
-def begin(plan: Plan, params, opt_state) -> Values:
-    """The evaluation of an update, before its gradients are known. ``params`` and ``opt_state``: tuples of stored arrays."""
-    values = Values(plan, params, opt_state)
+def begin(plan: Plan, params, opt_state, copies=()) -> Values:
+    """The evaluation of an update, before its gradients are known. All but ``plan``: tuples of stored arrays."""
+    values = Values(plan, params, opt_state, copies)
     values.sums = functools.partial(jobs.sum_pass, values)
     return values
 

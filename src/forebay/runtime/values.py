@@ -22,15 +22,16 @@ ROLES = {"grads": "gradient", "params": "parameter", "state": "optimizer"}
 class Values:
     """The evaluation of one update. ``given``: stored arrays as they came in; ``arrays``: as they are replaced; ``env``: variable to value.
 
-    A slot is ``(kind, k)``: stored array ``k`` of ``grads``, ``params`` or ``state``. ``sums(family, variables)`` is called for
-    variables that only a pass over a family's slices can give, and puts them into ``env``.
+    A slot is ``(kind, k)``: stored array ``k`` of ``grads``, ``params`` or ``state``, or of ``copies``, where ``k`` is the parameter.
+    ``sums(family, variables)`` is called for variables that only a pass over a family's slices can give, and puts them into ``env``.
     """
 
-    def __init__(self, plan: Plan, params, opt_state):
+    def __init__(self, plan: Plan, params, opt_state, copies=()):
         self.plan, self.work = plan, plan.bound
         self.update = self.work.update
         self.equations = self.update.jaxpr.jaxpr.eqns
         self.given = {("params", p): v for p, v in enumerate(params)} | {("state", j): v for j, v in enumerate(opt_state)}
+        self.given |= {("copies", p): v for p, v in zip(plan.copies, copies, strict=True)}
         self.arrays = dict(self.given)
         self.host = {(kind, k): e.placement == "host" for kind, role in ROLES.items() for k, e in enumerate(plan.role(role))}
         self.env: dict[Any, Any] = dict(zip(self.update.jaxpr.jaxpr.constvars, self.update.jaxpr.consts, strict=True))
