@@ -155,7 +155,6 @@ class LayerPass:
         fused = fused or Fused(jobs=[], arrays={}, params=[])
         slot_of = {w.param: k for k, w in self.waits.items()}
         consumed = {slot_of[p] for p in fused.params}
-        held = {k for k in consumed if self.waits[k].param not in self.plan.copies}  # masters, which their update need not fetch again
         slots = list(dict.fromkeys(port.slot for job in fused.jobs for port in (*job.reads, *job.writes) if port.slot[0] != "grads"))
         first = self._first(False)
         floating = [is_float(a) for a in self.shape.body.out_avals]
@@ -174,14 +173,14 @@ class LayerPass:
             pending = {k: d_weights[k] for k in consumed}
             out = {
                 "ct": d_carry, "consts": [a + b for a, b in zip(carry["consts"], d_const, strict=True)], "weights": ahead, "pending": pending,
-                "done": {k: carry["weights"][k] for k in held}, "arrays": [table[s] for s in slots], "sums": sums,
+                "done": {k: carry["weights"][k] for k in carry["done"]}, "arrays": [table[s] for s in slots], "sums": sums,
             }  # fmt: skip
             return out, (d_plain, self._left(d_weights, consumed))
 
         weights = self._fetch({k: w.value for k, w in self.waits.items()}, first)
         start = {
             "ct": ct_carry, "consts": [jnp.zeros(c.shape, c.dtype) for c in self.consts if is_float(c)], "weights": weights,
-            "pending": {k: jnp.zeros_like(weights[k], self._dtype(self.waits[k])) for k in consumed}, "done": {k: weights[k] for k in held},
+            "pending": {k: jnp.zeros_like(weights[k], self._dtype(self.waits[k])) for k in consumed}, "done": self._masters(weights, consumed),
             "arrays": [fused.arrays[s] for s in slots], "sums": [list(job.sums) for job in fused.jobs],
         }  # fmt: skip
         xs = jnp.arange(self.shape.length, dtype=jnp.int32), self.plain, self.saved, ct_ys
@@ -191,6 +190,10 @@ class LayerPass:
             sums = visit(fused.jobs, table, sums, self._first(True), self._given(fused, slot_of, end["done"], end["pending"]))
         fused.arrays.update(table)
         return end["consts"], end["ct"], d_plain, left, sums
+
+    def _masters(self, weights, consumed):
+        """Weights on the device that are the masters of consumed slots: their update need not fetch them again."""
+        return {k: weights[k] for k in consumed if self.waits[k].param not in self.plan.copies}
 
     def _left(self, d_weights, consumed) -> dict[int, Any]:
         """A layer's gradients by stored parameter, where the plan puts them; a parameter may enter a loop more than once."""
