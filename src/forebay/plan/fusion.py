@@ -37,15 +37,18 @@ def why_not(work, family: Family, stream: Stream, tainted: set[Any], two_pass: b
     if len(loops) != 1 or work.program.whole[p] or loops[0].params.count(p) != 1 or loops[0].loop.length != stream.count:
         return "it is used in more than one place"
     if not two_pass and shared_reads(work.update, family, stream) & tainted:
-        return "its update needs a value of the whole gradient first (clipping, a norm); fuse_update=two_pass pays for that with a second backward pass"
-    if two_pass and family.kind != "stack" and any(_read_by_sum(work.update, stream, i) & tainted for i in stream.sliced.reductions):
+        return (
+            "its update needs a value of the whole gradient first (clipping, a norm); "
+            "fuse_update=two_pass pays for that with a second backward pass"
+        )
+    if two_pass and family.kind != "stack" and any(_read_by_sum(work.update, stream, i) & tainted for i in stream.along.reductions):
         return "its update needs sums that depend on other sums of the gradient, which two passes cannot give"
     return ""
 
 
 def _read_by_sum(update: Update, stream: Stream, equation: int) -> set[Any]:
     """Values that one of the update's sums over slices reads and that are not the slices' own."""
-    return set(outside(update, stream.sliced, [v for v in update.jaxpr.jaxpr.eqns[equation].invars if not jaxprs.is_literal(v)]))
+    return set(outside(update, stream.along, [v for v in update.jaxpr.jaxpr.eqns[equation].invars if not jaxprs.is_literal(v)]))
 
 
 def shared_reads(update: Update, family: Family, stream: Stream) -> set[Any]:
@@ -54,4 +57,4 @@ def shared_reads(update: Update, family: Family, stream: Stream) -> set[Any]:
         return set().union(*(item.imports for item in family.items))
     component = family.items[0].component
     wanted = [update.outvar("params", k) for k in component.params] + [update.outvar("state", k) for k in component.state]
-    return set(outside(update, stream.sliced, wanted))
+    return set(outside(update, stream.along, wanted))

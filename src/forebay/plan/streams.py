@@ -34,11 +34,17 @@ class Stream:
     sliced: Sliced | None = None
     layered: bool = False
 
+    @property
+    def along(self) -> Sliced:
+        """The update along the streamed axis; only ``slices`` have one."""
+        assert self.sliced is not None, f"a stream of mode {self.mode} has no slices"
+        return self.sliced
+
 
 def choose_stream(work, family: Family, spec: tuple, mesh, hosted: bool, whole_below_bytes: int) -> Stream:
     """The stream of one family. ``spec`` is its parameter's; ``hosted``: any of its arrays stands on the host."""
     if family.window is not None:
-        return _window(work, family)
+        return _window(work, family, *family.window)
     if not hosted:
         return Stream(mode="resident", reason="")
     if family.kind == "joint":
@@ -53,9 +59,8 @@ def choose_stream(work, family: Family, spec: tuple, mesh, hosted: bool, whole_b
     return _slices(work, family, tensor, spec, local, itemsize)
 
 
-def _window(work, family: Family) -> Stream:
+def _window(work, family: Family, start: int, stop: int) -> Stream:
     """State kept in parts always runs layer by layer, whichever memory its part stands in."""
-    start, stop = family.window
     reason = f"layers {start} to {stop - 1}, one at a time"
     if family.kind == "stack":
         return Stream(mode="items", reason=reason, count=stop - start)
@@ -110,7 +115,7 @@ def align(streams: tuple[Stream, ...]) -> tuple[Stream, ...]:
 
 
 def _recut(stream: Stream, count: int) -> Stream:
-    length = stream.sliced.size
+    length = stream.along.size
     if length < count:
         return stream
     size = length // count

@@ -88,7 +88,9 @@ def _by_layer(fn, acc, *others):
         here = [jax.device_put(lax.dynamic_slice_in_dim(a, i, 1, 0), DEVICE) for a in (acc, *others)]
         return lax.dynamic_update_slice_in_dim(acc, jax.device_put(fn(*here), HOST), i, 0)
 
-    return lax.fori_loop(0, acc.shape[0], body, acc) if acc.ndim else jax.device_put(fn(*(jax.device_put(a, DEVICE) for a in (acc, *others))), HOST)
+    if acc.ndim:
+        return lax.fori_loop(0, acc.shape[0], body, acc)
+    return jax.device_put(fn(*(jax.device_put(a, DEVICE) for a in (acc, *others))), HOST)
 
 
 def _combined(aux, reduction: str):

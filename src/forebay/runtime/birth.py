@@ -17,7 +17,6 @@ from forebay.errors import InputError, PlanError
 from forebay.plan import Plan, State
 from forebay.plan.copies import rebuild
 from forebay.plan.state import restack
-from forebay.runtime.step import retrace
 from forebay.workload import jaxprs
 
 

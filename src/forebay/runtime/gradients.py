@@ -25,7 +25,10 @@ from forebay.workload.program import LayerLoop, Program
 
 
 def loss_and_gradients(plan: Plan, program: Program, values: Values | None, params, extra, batch, key):
-    """(loss, aux, new extra, gradients by stored parameter). Families that ``plan.fused`` names are updated in ``values``, and have no gradient."""
+    """(loss, aux, new extra, gradients by stored parameter).
+
+    Families that ``plan.fused`` names are updated in ``values``, and have no gradient.
+    """
     if not any(managed(plan, loop) for loop in program.loops):
         run = jax.value_and_grad(planned.planned_loss(plan, program), has_aux=True)
         (loss, (aux, new_extra)), grads = run(tuple(params), extra, batch, key)
@@ -79,7 +82,8 @@ class _Tape:
         eqns = self._wait(eqns)
         made = {v for e in eqns for v in e.outvars}
         read = dict.fromkeys(v for e in eqns for v in e.invars if not jaxprs.is_literal(v) and v not in made)
-        after = {v for e in later for v in e.invars if not jaxprs.is_literal(v)} | {v for v in self.program.jaxpr.jaxpr.outvars if not jaxprs.is_literal(v)}
+        ahead = [v for e in later for v in e.invars] + list(self.program.jaxpr.jaxpr.outvars)
+        after = {v for v in ahead if not jaxprs.is_literal(v)}
         kept = [v for e in eqns for v in e.outvars if v in after]
         # A host parameter is fetched once for all segments: its cotangents then meet on the device.
         raw = {v: planned.fetched(self.env[v], self.fetched) for v in read}
@@ -97,7 +101,7 @@ class _Tape:
         self.env.update(zip([v for v in kept if not is_float(v.aval)], rest, strict=True))
 
         def reverse(cotangents):
-            [given] = pullback([cotangents.pop(v, None) if v in cotangents else jnp.zeros_like(o) for v, o in zip(floating, outs, strict=True)])
+            [given] = pullback([cotangents.pop(v) if v in cotangents else jnp.zeros_like(o) for v, o in zip(floating, outs, strict=True)])
             for v, ct in zip(inputs, given, strict=True):
                 _add(cotangents, v, ct)
 
@@ -109,7 +113,8 @@ class _Tape:
         for eqn in eqns:
             fed = [self.env.get(v) if not jaxprs.is_literal(v) else None for v in eqn.invars]
             waiting = [v for v in fed if isinstance(v, planned.Waiting)]
-            if len(waiting) == 1 and not self.program.whole[waiting[0].param] and all(jaxprs.is_literal(v) or f is waiting[0] for v, f in zip(eqn.invars, fed, strict=True)):
+            alone = len(waiting) == 1 and all(jaxprs.is_literal(v) or f is waiting[0] for v, f in zip(eqn.invars, fed, strict=True))
+            if alone and not self.program.whole[waiting[0].param]:
                 values = [v.val if jaxprs.is_literal(v) else waiting[0] for v in eqn.invars]
                 self.env[eqn.outvars[0]] = waiting[0].follow(eqn, values)
             else:
@@ -129,7 +134,7 @@ class _Tape:
         given = [cotangents.pop(v) if v in cotangents else jnp.zeros_like(o) for v, o in zip(eqn.outvars, outs, strict=True)]
         fused, sums = self._fused(loop)
         consts, init, plain, gradients, totals = layers.backward(given, fused)
-        if fused is not None:
+        if fused is not None and self.values is not None:
             self.values.arrays.update(fused.arrays)
             for variables, total in zip(sums, totals, strict=True):
                 make.record(self.values, variables, total)

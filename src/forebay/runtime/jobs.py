@@ -55,9 +55,9 @@ def late_sums(values: Values, family: Family, stream: Stream) -> list[Any]:
     """Exported sums over host arrays that the update itself does not need: taken in the same pass."""
     f = values.work.families.index(family)
     outs = [v for leaf in leaves(family) if not jaxprs.is_literal(v := values.update.outvar(*leaf))]
-    values.whole(outside(values.update, stream.sliced, outs))
+    values.whole(outside(values.update, stream.along, outs))
     exported = set(family.items[0].exports)
-    sums = [values.equations[i].outvars[0] for i in sorted(stream.sliced.reductions)]
+    sums = [values.equations[i].outvars[0] for i in sorted(stream.along.reductions)]
     return [v for v in sums if v not in values.env and v in exported and values.reads_host(f, values.equations[values.made[v]].invars)]
 
 
@@ -65,7 +65,7 @@ def sums_job(values: Values, family: Family, stream: Stream) -> tuple[Job, list[
     """The job of a first pass: it changes nothing and takes the family's exported sums of its gradient."""
     if family.kind == "stack":
         return _export_job(values, family)
-    sums = [v for i in sorted(stream.sliced.reductions) if (v := values.equations[i].outvars[0]) not in values.env]
+    sums = [v for i in sorted(stream.along.reductions) if (v := values.equations[i].outvars[0]) not in values.env]
     return slice_job(values, family, stream, sums, write=False), sums
 
 
@@ -77,7 +77,7 @@ def streams(values: Values, sliced, kind: str, k: int) -> bool:
 
 def slice_job(values: Values, family: Family, stream: Stream, sums: list[Any], write: bool) -> Job:
     """A job on slices of a user's leaf: writes its new value if ``write``, and sums ``sums`` over the slices."""
-    sliced, eqns = stream.sliced, values.equations
+    sliced, eqns = stream.along, values.equations
     changed = [leaf for leaf in leaves(family) if streams(values, sliced, *leaf)] if write else []
     outs = [values.update.outvar(*leaf) for leaf in changed]
     partial_of = [eqns[values.made[v]] for v in sums]
@@ -127,8 +127,9 @@ def item_job(values: Values, family: Family) -> tuple[Job, list[Any]]:
 
     zeros = tuple(jnp.zeros((n, *first.exports[k].aval.shape), first.exports[k].aval.dtype) for k in late)
     job = Job(
-        reads=ports(values, family, inputs), writes=ports(values, family, changed), compute=compute, sums=zeros, combine=joins(zeros), first=start_at
-    )
+        reads=ports(values, family, inputs), writes=ports(values, family, changed),
+        compute=compute, sums=zeros, combine=joins(zeros), first=start_at,
+    )  # fmt: skip
     return job, [tuple(item.exports[k] if start_at <= i < stop_at else None for i, item in enumerate(family.items)) for k in late]
 
 

@@ -86,10 +86,11 @@ class LayerPass:
         """For each value that the derivative needs: which operand it is, or None where the layer must save it."""
         weights = {k: self._like(w.value.shape[1:], self._dtype(w)) for k, w in self.waits.items()}
         plain = {k: self._like(v.shape[1:], v.dtype) for k, v in self.plain.items()}
-        floats, others = self._split([self._like(v.shape, v.dtype) for v in self.consts], [self._like(v.shape, v.dtype) for v in self.init], weights, plain)
+        consts, init = ([self._like(v.shape, v.dtype) for v in given] for given in (self.consts, self.init))
+        floats, others = self._split(consts, init, weights, plain)
         traced = jax.make_jaxpr(self._vjp)(floats, others)
         count = len(jax.tree.leaves(jax.eval_shape(self.body, floats, others)))
-        position = {v: k for k, v in enumerate(traced.jaxpr.invars)}
+        position: dict[Any, int] = {v: k for k, v in enumerate(traced.jaxpr.invars)}
         mask = [is_float(v) for v in jax.tree.leaves((list(self.consts), list(self.init), weights, plain))]
         order = [k for k, m in enumerate(mask) if m] + [k for k, m in enumerate(mask) if not m]
         fixed = len(self.consts)
@@ -172,7 +173,8 @@ class LayerPass:
             d_const, d_carry, d_weights, d_plain = self._pull(carry["weights"], plain, saved, [*carry["ct"], *ys])
             pending = {k: d_weights[k] for k in consumed}
             out = {
-                "ct": d_carry, "consts": [a + b for a, b in zip(carry["consts"], d_const, strict=True)], "weights": ahead, "pending": pending,
+                "ct": d_carry, "consts": [a + b for a, b in zip(carry["consts"], d_const, strict=True)],
+                "weights": ahead, "pending": pending,
                 "done": {k: carry["weights"][k] for k in carry["done"]}, "arrays": [table[s] for s in slots], "sums": sums,
             }  # fmt: skip
             return out, (d_plain, self._left(d_weights, consumed))

@@ -47,7 +47,10 @@ class Waiting:
         return self.prepare(jax.device_put(self.value if layer is None else layer, DEVICE))
 
     def prepare(self, value):
-        """Apply the chain to a fetched value. Its spec is pinned first: then the gradient is reduce-scattered before it leaves the device."""
+        """Apply the chain to a fetched value.
+
+        Its spec is pinned first: then the gradient is reduce-scattered before it leaves the device.
+        """
         spec = self.spec[len(self.spec) - len(value.shape) :]
         value = jax.lax.with_sharding_constraint(value, named(self.mesh, spec, "hbm"))
         value = lax.stop_gradient(value) if self.frozen else value
@@ -117,8 +120,10 @@ def _equation(plan, program, eqn, values, done):
     if (loop := program.loop_at(eqn)) is not None:
         return _planned_loop(plan, loop, values, done)
     waiting = [v for v in values if isinstance(v, Waiting)]
-    if waiting and not program.whole[waiting[0].param] and follows(eqn, [v.param if isinstance(v, Waiting) else None for v in values]) is not None:
-        return [waiting[0].follow(eqn, values)]
+    if waiting and not program.whole[waiting[0].param]:
+        fed = [v.param if isinstance(v, Waiting) else None for v in values]
+        if follows(eqn, fed) is not None:
+            return [waiting[0].follow(eqn, values)]
     return jaxprs.bind(eqn, [fetched(v, done) for v in values])
 
 

@@ -1,6 +1,6 @@
 """``train_step``: one jitted, donated step that carries a plan out.
 
-    state, batch -> loss and gradients (planned loss) -> update (resident or streamed) -> state', {loss, grad_norm, aux}
+state, batch -> loss and gradients (planned loss) -> update (resident or streamed) -> state', {loss, grad_norm, aux}
 """
 
 import dataclasses
@@ -71,7 +71,8 @@ def _platform(mesh) -> str:
     devices = getattr(mesh, "devices", None) if isinstance(mesh, jax.sharding.Mesh) else None
     if devices is None:
         return "none"
-    return {"gpu": "cuda"}.get(devices.flat[0].platform, devices.flat[0].platform)
+    platform = devices.flat[0].platform
+    return "cuda" if platform == "gpu" else platform
 
 
 def _metric_shardings(plan, plain):
@@ -109,7 +110,9 @@ def _check_batch(plan: Plan, batch):
     for (path, leaf), like in zip(jax.tree_util.tree_flatten_with_path(batch)[0], jax.tree.leaves(wanted), strict=True):
         if jnp.shape(leaf) != like.shape:
             where = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise PlanError(f"batch:{where} has shape {list(jnp.shape(leaf))} and the plan was made for {list(like.shape)}; make a plan for this batch")
+            raise PlanError(
+                f"batch:{where} has shape {list(jnp.shape(leaf))} and the plan was made for {list(like.shape)}; make a plan for this batch"
+            )
 
 
 def _step(plan: Plan, state: State, batch: Any):

@@ -101,7 +101,8 @@ def visit(
             new, partial = _then(new, partial, jobs[k + 1], table, given)
         for port, value in zip(job.writes, new, strict=True):
             value = jax.device_put(value, HOST) if port.host else value
-            table[port.slot] = lax.dynamic_update_slice_in_dim(table[port.slot], value, start - port.first if port.first else start, port.axis)
+            begins = start - port.first if port.first else start
+            table[port.slot] = lax.dynamic_update_slice_in_dim(table[port.slot], value, begins, port.axis)
         out.append([combine(a, b) for combine, a, b in zip(job.combine, sums[k], partial, strict=True)])
     return out
 

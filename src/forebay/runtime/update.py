@@ -65,7 +65,8 @@ def finish(values: Values, fused: frozenset[int] = frozenset()) -> tuple[tuple[A
 
 def _unchanged(values: Values, family: Family) -> bool:
     """Whether every array of a family comes out as it went in: frozen parameters."""
-    leaves = [(kind, k) for item in family.items for kind, ks in (("params", item.component.params), ("state", item.component.state)) for k in ks]
+    owned = [item.component for item in family.items]
+    leaves = [("params", k) for c in owned for k in c.params] + [("state", k) for c in owned for k in c.state]
     return all(values.update.outvar(*leaf) is values.update.invar(*leaf) for leaf in leaves)
 
 

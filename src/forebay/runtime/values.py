@@ -36,7 +36,8 @@ class Values:
         self.host = {(kind, k): e.placement == "host" for kind, role in ROLES.items() for k, e in enumerate(plan.role(role))}
         self.env: dict[Any, Any] = dict(zip(self.update.jaxpr.jaxpr.constvars, self.update.jaxpr.consts, strict=True))
         self.made = {v: i for i, e in enumerate(self.equations) for v in e.outvars}
-        self.consumed = {("grads", p) for f in plan.fused for p in self.work.families[f].params}  # never whole: seen slice by slice in the backward pass
+        # Never whole: seen slice by slice in the backward pass.
+        self.consumed = {("grads", p) for f in plan.fused for p in self.work.families[f].params}
         self._fetched: dict[Any, Any] = {}
         self.sums: Callable[[int, list[Any]], None] | None = None
         self._index()
@@ -53,11 +54,14 @@ class Values:
             for slot, s in enumerate(stored):
                 for i, k in enumerate(s.members):
                     self.where[self.update.invar(kind, k)] = ((kind, slot), i if s.stacked else None)
-        self.parts = {
-            (self.update.invar("state", k), s.part): ("state", slot) for slot, s in enumerate(self.work.stored_state) if s.part for k in s.members
+        parted = [(slot, s) for slot, s in enumerate(self.work.stored_state) if s.part]
+        self.parts: dict[tuple[Any, tuple[int, int] | None], tuple[str, int]] = {
+            (self.update.invar("state", k), s.part): ("state", slot) for slot, s in parted for k in s.members
         }
         position = {id(c): i for i, c in enumerate(self.update.components)}
-        self.family = {position[id(item.component)]: f for f, family in enumerate(self.work.families) for item in family.items}
+        self.family: dict[int | None, int] = {
+            position[id(item.component)]: f for f, family in enumerate(self.work.families) for item in family.items
+        }
 
     def slot(self, v, family: Family):
         """The slot in which a family finds an input variable: of state that is kept in parts, its own."""
@@ -67,6 +71,7 @@ class Values:
         """Values of variables, whole and on the device, computing what they need."""
         eqns, sums = self._closure([v for v in wanted if not jaxprs.is_literal(v)])
         for f, variables in sums.items():
+            assert self.sums is not None, "set by update.begin"
             self.sums(f, variables)
         for i in sorted(eqns):
             eqn = self.equations[i]
@@ -94,11 +99,14 @@ class Values:
         return eqns, sums
 
     def _by_pass(self, f: int, i: int) -> bool:
-        """Whether equation ``i`` of family ``f`` can be had only by a pass: it sums over slices of an array on the host, or belongs to a stack."""
+        """Whether equation ``i`` of family ``f`` can be had only by a pass.
+
+        So it is where it sums over slices of an array on the host, or belongs to a stack.
+        """
         family, stream = self.work.families[f], self.plan.streams[f]
         if family.kind == "stack":
             return True
-        return stream.mode == "slices" and i in stream.sliced.reductions and self.reads_host(f, self.equations[i].invars)
+        return stream.mode == "slices" and i in stream.along.reductions and self.reads_host(f, self.equations[i].invars)
 
     def reads_host(self, f: int, variables) -> bool:
         stack, seen = [v for v in variables if not jaxprs.is_literal(v)], set()
