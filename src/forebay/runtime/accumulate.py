@@ -45,7 +45,7 @@ def accumulated(plan: Plan, mesh, params, extra, batch, key):
         k, rows = xs
         here = None if key is None else jax.random.fold_in(key, k)
         loss, aux, extra, grads = loss_and_gradients(plan, program, None, params, extra, rows, here)
-        share = _share(work.reduction, aux)
+        share = _share(work.reduction, aux).astype(zero.dtype)
         acc = {p: _add(plan, p, acc[p], grads[p], share) for p in acc}
         return (total + loss * share, weight + share, acc, extra), aux
 
@@ -61,7 +61,7 @@ def accumulated(plan: Plan, mesh, params, extra, batch, key):
 def _share(reduction: str, aux):
     if reduction in ("mean", "sum"):
         return jnp.ones(())
-    return jnp.asarray(aux[reduction.removeprefix("weight:")], jnp.float32)
+    return jnp.asarray(aux[reduction.removeprefix("weight:")])
 
 
 def _empty(plan: Plan, mesh, p: int):
