@@ -69,8 +69,8 @@ class _Reader:
                         self._walk(called, loop, trips)
                         continue
                     loop_here = self.loops[called] = read_loop(called, instruction.line)
-                    known = trips is not None and loop_here.trips is not None
-                    self._walk(called, called, trips * loop_here.trips if known else None)
+                    known = None if trips is None or loop_here.trips is None else trips * loop_here.trips
+                    self._walk(called, called, known)
 
     def findings(self) -> Findings:
         copies, compute, misplaced_slices = [], [], []

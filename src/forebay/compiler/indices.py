@@ -10,7 +10,7 @@ import math
 import operator
 import re
 
-from forebay.compiler.lines import Instruction, Module, shape_of
+from forebay.compiler.lines import Instruction, Module, first_match, shape_of
 
 _SAME = ("copy", "bitcast", "convert", "reshape")
 _TWO = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "minimum": min, "maximum": max, "and": operator.and_,
@@ -44,7 +44,7 @@ def read_loop(body: str, while_line: str) -> Loop:
 def misplaced(module: Module, started: Instruction, loop: Loop) -> bool:
     """Whether a slice inside ``started`` carries a line of bytes that its index does not follow, or whose index is unknown."""
     inside = module.called_by(started)
-    numbers = {item.name: int(re.search(r"parameter\((\d+)\)", item.line).group(1)) for item in inside if item.opcode == "parameter"}
+    numbers = _parameters(inside)
     turns = [0, 1] if loop.trips is None or loop.trips > 1 else [0]
     turns += [loop.trips - 1] if loop.trips else []
     for item in inside:
@@ -57,6 +57,11 @@ def misplaced(module: Module, started: Instruction, loop: Loop) -> bool:
             if _offset(module, item, given, counter) != line[0] + turn * line[1]:
                 return True
     return False
+
+
+def _parameters(inside: list[Instruction]) -> dict[str, int]:
+    """Which operand each parameter of a computation is, by the parameter's name."""
+    return {item.name: int(first_match(r"parameter\((\d+)\)", item.line).group(1)) for item in inside if item.opcode == "parameter"}
 
 
 def _annotation(item: Instruction) -> tuple[int, int] | None:
@@ -93,10 +98,10 @@ def _value(module: Module, name: str, given: dict, counter: tuple[int, int]):
     if found.opcode == "constant":
         return _constant(found)
     if found.opcode == "get-tuple-element":
-        position = re.search(r"index=(\d+)", found.line)
         source = module.by_name.get(found.operands[0])
-        carried = source is not None and source.opcode == "parameter" and int(position.group(1)) == counter[0]
-        return counter[1] if carried else None
+        if source is None or source.opcode != "parameter":
+            return None
+        return counter[1] if int(first_match(r"index=(\d+)", found.line).group(1)) == counter[0] else None
     values = [_value(module, operand, given, counter) for operand in found.operands]
     return None if None in values else _apply(module, found, values, counter)
 
@@ -109,7 +114,7 @@ def _apply(module: Module, found: Instruction, values: list, counter: tuple[int,
     if found.opcode == "negate":
         return -values[0]
     if found.opcode == "compare":
-        return _COMPARE[re.search(r"direction=(\w+)", found.line).group(1)](*values)
+        return _COMPARE[first_match(r"direction=(\w+)", found.line).group(1)](*values)
     if found.opcode == "select":
         return values[1] if values[0] else values[2]
     if found.opcode == "clamp":
@@ -124,12 +129,12 @@ def _inside(module: Module, found: Instruction, values: list, counter: tuple[int
     root = next((item for item in inside if item.line.lstrip().startswith("ROOT ")), None)
     if root is None:
         return None
-    numbers = {item.name: int(re.search(r"parameter\((\d+)\)", item.line).group(1)) for item in inside if item.opcode == "parameter"}
+    numbers = _parameters(inside)
     return _value(module, root.name, {name: values[number] for name, number in numbers.items()}, counter)
 
 
 def _constant(found: Instruction):
-    text = re.search(r"constant\(([^)]*)\)", found.line).group(1)
+    text = first_match(r"constant\(([^)]*)\)", found.line).group(1)
     if text in ("true", "false"):
         return text == "true"
     return int(text) if re.fullmatch(r"-?\d+", text) else None

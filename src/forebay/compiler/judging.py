@@ -121,10 +121,12 @@ def _verdict(found: Outcome, program, plan, hardware, request: dict, messages: t
 
 
 def _with_findings(verdict: Verdict, found: Outcome, program, plan, request: dict) -> Verdict:
-    verdict = dataclasses.replace(verdict, hbm=Memory(**found.sizes["hbm"]), host=Memory(**found.sizes["host"]), hlo_gzip=found.hlo_gzip)
+    assert found.sizes is not None, "a compiled program has sizes"
+    hbm, host = Memory(**found.sizes["hbm"]), Memory(**found.sizes["host"])
+    verdict = dataclasses.replace(verdict, hbm=hbm, host=host, hlo_gzip=found.hlo_gzip)
     findings = read_hlo(verdict.hlo)
-    evidence = Evidence(findings=findings, host=verdict.host, options=request["compiler_options"], settings=request["settings"])
-    fits, reason = _weigh(verdict)
+    evidence = Evidence(findings=findings, host=host, options=request["compiler_options"], settings=request["settings"])
+    fits, reason = _weigh(hbm, host, verdict)
     honoured, ignored = compare(program.arguments, findings, tuple(getattr(plan, "entries", ())))
     return dataclasses.replace(
         verdict,
@@ -139,9 +141,9 @@ def _with_findings(verdict: Verdict, found: Outcome, program, plan, request: dic
     )
 
 
-def _weigh(verdict: Verdict) -> tuple[bool, str]:
+def _weigh(hbm: Memory, host: Memory, verdict: Verdict) -> tuple[bool, str]:
     parts, fits = [], True
-    rows = (("HBM", verdict.hbm, verdict.hbm_budget_bytes), ("host memory", verdict.host, verdict.host_budget_bytes))
+    rows = (("HBM", hbm, verdict.hbm_budget_bytes), ("host memory", host, verdict.host_budget_bytes))
     for title, memory, budget in rows:
         within = memory.total_bytes <= budget
         fits &= within

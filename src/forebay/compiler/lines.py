@@ -55,7 +55,7 @@ class Module:
             rf"^{location.group(1)} {{file_name_id=(\d+) .*? line=(\d+)", head[head.find("FileLocations") :], re.MULTILINE
         )
         name = place and re.search(rf'^{place.group(1)} "(.*)"$', head[head.find("FileNames") :], re.MULTILINE)
-        return f"{name.group(1).rpartition('/')[2]}:{place.group(2)}" if name else "an unknown line"
+        return f"{name.group(1).rpartition('/')[2]}:{place.group(2)}" if name and place else "an unknown line"
 
 
 def read_lines(text: str) -> Module:
@@ -75,18 +75,27 @@ def read_lines(text: str) -> Module:
     return Module(text, entry, tuple(instructions), {item.name: item for item in instructions}, members)
 
 
+def first_match(pattern: str, text: str) -> re.Match[str]:
+    """The first match of ``pattern`` in a piece of HLO that always has one."""
+    found = re.search(pattern, text)
+    assert found is not None, f"no {pattern} in {text}"
+    return found
+
+
 def array_bytes(dtype: str, dimensions: str) -> int:
     """Bytes of one array type, such as ``f32`` and ``1,256``; 0 for tokens."""
     if dtype in ("token", "opaque"):
         return 0
-    bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype).group())
+    bits = 8 if dtype == "pred" else int(first_match(r"\d+", dtype).group())
     count = math.prod(int(part) for part in re.findall(r"\d+", dimensions))
     return -(-bits * count // 8)
 
 
 def shape_of(type_text: str) -> tuple[int, list[int]]:
     """Bytes of one element and the dimensions of an array type."""
-    dtype, dimensions, _ = ARRAY.match(type_text).groups()
+    found = ARRAY.match(type_text)
+    assert found is not None, f"{type_text} is not an array type"
+    dtype, dimensions, _ = found.groups()
     return array_bytes(dtype, ""), [int(part) for part in re.findall(r"\d+", dimensions)]
 
 

@@ -55,6 +55,8 @@ class Worker:
                 # set here too: the CUDA plugin and libtpu may read their environment while python starts
                 env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
             )  # fmt: skip
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._requests, self._replies = self.process.stdin, self.process.stdout
 
     def ask(self, request: dict, bytecode: bytes, time_limit_seconds: float, memory_limit_bytes: int) -> Outcome:
         """Compile ``bytecode`` as ``request`` says, or the reason why that came to no end."""
@@ -64,8 +66,8 @@ class Worker:
         printed = self.log.stat().st_size
         start = time.monotonic()
         try:
-            self.process.stdin.write((json.dumps(request) + "\n").encode())
-            self.process.stdin.flush()
+            self._requests.write((json.dumps(request) + "\n").encode())
+            self._requests.flush()
         except BrokenPipeError:
             return self._died(printed, start)
         stopped = self._wait(start + time_limit_seconds, memory_limit_bytes)
@@ -74,7 +76,7 @@ class Worker:
             messages = self._printed(printed)
             self.close()
             return Outcome(status=stopped[0], reason=stopped[1], messages=messages, compile_seconds=time.monotonic() - start)
-        reply = self.process.stdout.readline()
+        reply = self._replies.readline()
         if not reply.endswith(b"\n"):
             return self._died(printed, start)
         return self._outcome(json.loads(reply), hlo, printed)
@@ -88,7 +90,7 @@ class Worker:
     def _wait(self, deadline: float, memory_limit_bytes: int) -> tuple[str, str] | None:
         """``None`` once a reply or the end of the worker is there; otherwise which limit was passed."""
         start = time.monotonic()
-        while not select.select([self.process.stdout], [], [], _POLL_SECONDS)[0]:
+        while not select.select([self._replies], [], [], _POLL_SECONDS)[0]:
             if time.monotonic() > deadline:
                 limit = deadline - start
                 return kinds.TIMED_OUT, f"the compile was stopped after the time limit of {limit:.3g} s; give time_limit_seconds= more"
@@ -132,7 +134,7 @@ class Worker:
         """End the process and remove its folder."""
         self.process.kill()
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
+        for pipe in (self._requests, self._replies):
             with contextlib.suppress(OSError):  # unsent bytes of a request to a dead worker
                 pipe.close()
         shutil.rmtree(self.folder, ignore_errors=True)
