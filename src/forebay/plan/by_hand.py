@@ -55,8 +55,7 @@ def _by_layers(work: Workload, won: dict[str, Rule]) -> tuple[Workload, dict[str
     windows: dict[str, tuple[int, int]] = {}
     for name, rule in [(n, r) for n, r in won.items() if r.partial]:
         f = family_of_state(work, name)
-        layers = layers_of(work, f) if f is not None else 0
-        if not layers:
+        if f is None or not (layers := layers_of(work, f)):
             if rule.whole_role or "*" in rule.glob:
                 continue
             raise PlacementError(f"{rule.text}: {name} is not the state of a stack of layers")
@@ -68,9 +67,8 @@ def _by_layers(work: Workload, won: dict[str, Rule]) -> tuple[Workload, dict[str
     placed = {n: r for n, r in won.items() if not r.partial}
     for t in cut_work.tensors:
         whole = t.name.partition("[")[0] if t.part else t.name
-        if whole in windows and (t.part is None or windows[whole][0] <= t.part[0] < windows[whole][1]):
-            placed[t.name] = won[whole]
-        elif t.part is not None and whole in won and whole not in windows:
+        named = whole in windows and (t.part is None or windows[whole][0] <= t.part[0] < windows[whole][1])
+        if named or (t.part is not None and whole in won and whole not in windows):
             placed[t.name] = won[whole]
     return cut_work, placed
 
@@ -195,7 +193,7 @@ def _activation(work, tensor: Tensor, rule: Rule | None, mesh) -> Entry:
         placement, reason = "hbm" if tensor.written == "host" else tensor.written, why
     elif rule is not None:
         placement, reason = rule.placement, f"rule {rule.text}"
-    stands = 0 if placement == "recompute" or not tensor.movable and tensor.count > 1 else _activation_bytes(work, tensor, mesh)
+    stands = 0 if placement == "recompute" or (not tensor.movable and tensor.count > 1) else _activation_bytes(work, tensor, mesh)
     return Entry(
         name=tensor.name,
         role="activation",
@@ -223,7 +221,10 @@ def _activation_bytes(work, tensor: Tensor, mesh) -> int:
 
 
 def with_fusion(plan: Any) -> tuple[Entry, ...]:
-    """The plan's entries, where gradients that the backward pass consumes layer by layer hold one layer's bytes, and others say why they do not."""
+    """The plan's entries as fusion leaves them.
+
+    Gradients that the backward pass consumes layer by layer hold one layer's bytes, and others say why they do not.
+    """
     gradients = plan.role("gradient")
     changed = {}
     for f, why in {**dict.fromkeys(plan.fused, ""), **plan.unfused}.items():

@@ -30,7 +30,7 @@ def to_json(plan: Any) -> dict[str, Any]:
         "workload": dict(plan.workload),
         "signature": dict(plan.signature),
         "hardware": None if plan.hardware is None else dict(plan.hardware),
-        "entries": [{k: v for k, v in dataclasses.asdict(e).items()} for e in plan.entries],
+        "entries": [dataclasses.asdict(e) for e in plan.entries],
         "options": dict(plan.options),
         "verdict": verdict,
         "forecast": plan.forecast,
@@ -135,7 +135,7 @@ def _options(value, path):
     return value
 
 
-def _tuples(value):
+def _tuples(value: Any) -> Any:
     return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
 
 
@@ -171,9 +171,5 @@ def describe(plan: Any) -> str:
     for role, places in by_role(plan).items():
         parts = [f"{show_bytes(places[p])} on {p}" for p in ("hbm", "host") if places[p]]
         lines.append(f"  {role:12s} {', '.join(parts) or 'none kept'}")
-    lines.append(
-        str(plan.verdict)
-        if plan.verdict is not None
-        else "not compiled yet: forebay.judge(step, (plan.abstract_state(), batch), hardware, plan=plan)"
-    )
+    lines.append("no compiler has judged it yet" if plan.verdict is None else str(plan.verdict))
     return "\n".join(lines)

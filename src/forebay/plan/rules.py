@@ -38,7 +38,11 @@ class Rule:
         Raises:
             PlacementError: they are not within the stack.
         """
-        start, stop = self.layers or (0, round(layers * self.percent / 100))
+        if self.layers is not None:
+            start, stop = self.layers
+        else:
+            assert self.percent is not None, f"{self.text} names no layers"
+            start, stop = 0, round(layers * self.percent / 100)
         if not 0 <= start < stop <= layers:
             raise PlacementError(f"{self.text} names layers {start} to {stop} of a stack of {layers}")
         return start, stop

@@ -1,9 +1,11 @@
 """The train state: what a step takes and gives back, each array standing where the plan puts it."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 from forebay.plan.copies import rebuild
@@ -55,7 +57,10 @@ class State:
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any], plan: Any, mesh: Any = None) -> "State":
-        """The inverse of ``to_tree`` under a plan, whose placements the leaves take; ``mesh`` defaults to the plan's over this process's devices."""
+        """The inverse of ``to_tree`` under a plan, whose placements the leaves take.
+
+        ``mesh`` defaults to the plan's over this process's devices.
+        """
         wanted = plan.abstract_state(mesh if mesh is not None else plan.make_mesh())
         params, opt_state = jax.tree.leaves(tree["params"]), jax.tree.leaves(tree["opt_state"])
         key = tree["key"]
@@ -140,9 +145,10 @@ def restack(stored: tuple[Stored, ...], leaves, wanted) -> tuple[Any, ...]:
             out.append(jax.device_put(leaves[s.members[0]], like.sharding))
             continue
         rows = [np.asarray(leaves[k]) for k in s.members[start:stop]]
-        out.append(
-            jax.make_array_from_callback(
-                like.shape, like.sharding, lambda index, rows=rows: np.stack([r[index[1:]] for r in rows[index[0]]])
-            )
-        )
+        out.append(jax.make_array_from_callback(like.shape, like.sharding, functools.partial(_shard, rows)))
     return tuple(out)
+
+
+def _shard(rows, index):
+    """The part of a stack of ``rows`` that ``index`` names."""
+    return np.stack([r[index[1:]] for r in rows[index[0]]])
