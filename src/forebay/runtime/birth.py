@@ -163,11 +163,5 @@ def _computed(program, plan, s, like, params):
 
 
 def _leaves_used(program, wanted) -> set[int]:
-    made = {v: e for e in program.jaxpr.eqns for v in e.outvars}
-    stack, seen = [v for v in wanted if not jaxprs.is_literal(v)], set()
-    while stack:
-        v = stack.pop()
-        if v not in seen:
-            seen.add(v)
-            stack.extend(u for u in (made[v].invars if v in made else ()) if not jaxprs.is_literal(u))
+    seen = jaxprs.cone(wanted, {v: e for e in program.jaxpr.eqns for v in e.outvars})
     return {k for k, v in enumerate(program.jaxpr.invars) if v in seen}

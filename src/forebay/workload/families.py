@@ -21,7 +21,10 @@ from forebay.workload.update import Component, Update, loose
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Item:
-    """One component as a function: ``jaxpr``: (grads, params, state, imports) -> (params', state', exports). Vars are of the update's jaxpr."""
+    """One component as a function. ``jaxpr``: (grads, params, state, imports) -> (params', state', exports).
+
+    The variables in ``imports`` and ``exports`` are of the update's jaxpr.
+    """
 
     component: Component
     imports: tuple[Any, ...]
@@ -98,7 +101,7 @@ def item_of(update: Update, index: int) -> Item:
 
 
 def _used_outside(update, index):
-    """Variables that other equations read, or that are results of the update: the norm, and scalars of the state, which no component owns."""
+    """Variables that other equations read, or that are results of the update and that no component owns: the norm, scalars of the state."""
     used = {
         v
         for e, own in zip(update.jaxpr.jaxpr.eqns, update.owner, strict=True)

@@ -10,7 +10,10 @@ from forebay.workload import jaxprs
 
 
 def frozen_leaves(jaxpr, n: int, m: int) -> tuple[bool, ...]:
-    """For each of the ``n`` parameter leaves, whether it is frozen. ``jaxpr``: (grads, params, state, loss) -> (params', state', norm); ``m`` state leaves."""
+    """For each of the ``n`` parameter leaves, whether it is frozen.
+
+    ``jaxpr``: (grads, params, state, loss) -> (params', state', norm), with ``m`` leaves of state.
+    """
     flat = jaxpr.jaxpr
     zero = _zeros(flat)
     made = {v: e for e in flat.eqns for v in e.outvars}

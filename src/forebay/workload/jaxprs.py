@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 from jax._src import source_info_util  # no public door: keeps the user's source lines on re-evaluated equations
@@ -22,7 +22,7 @@ def closed(jaxpr) -> core.ClosedJaxpr:
     return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
 
 
-def is_literal(atom) -> bool:
+def is_literal(atom) -> TypeGuard[core.Literal]:
     return isinstance(atom, core.Literal)
 
 
@@ -31,9 +31,9 @@ def bind(eqn, args: Sequence[Any]) -> list[Any]:
     bound = eqn.primitive.get_bind_params(eqn.params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
     info = eqn.source_info
-    with source_info_util.user_context(info.traceback, name_stack=source_info_util.current_name_stack() + info.name_stack):
-        with eqn.ctx.manager:
-            out = eqn.primitive.bind(*functions, *args, **params)
+    names = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=names), eqn.ctx.manager:
+        out = eqn.primitive.bind(*functions, *args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
@@ -96,6 +96,17 @@ def loop_of(eqn) -> Loop:
         unroll=params["unroll"],
         body=closed(params["jaxpr"]),
     )
+
+
+def cone(variables, made: dict[Any, Any]) -> set[Any]:
+    """All variables that ``variables`` are computed from, themselves too; ``made`` maps a variable to the equation that makes it."""
+    stack, seen = [v for v in variables if not is_literal(v)], set()
+    while stack:
+        v = stack.pop()
+        if v not in seen:
+            seen.add(v)
+            stack.extend(u for u in (made[v].invars if v in made else ()) if not is_literal(u))
+    return seen
 
 
 def source_line(eqn) -> str:

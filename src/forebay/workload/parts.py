@@ -9,7 +9,8 @@ Limits: the parameter stands in HBM, its update runs layer by layer, and it sums
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from forebay.errors import PlacementError
@@ -36,7 +37,7 @@ def layers_of(work: Workload, f: int) -> int:
     return shape[0] if work.program.streams(p) else 0
 
 
-def cut(work: Workload, points: Mapping[int, Sequence[int]]) -> Workload:
+def cut(work: Workload, points: Mapping[int, Collection[int]]) -> Workload:
     """``work`` with the state of each family ``f`` in parts that meet at ``points[f]``.
 
     Raises:
@@ -50,7 +51,7 @@ def cut(work: Workload, points: Mapping[int, Sequence[int]]) -> Workload:
             continue
         _check(work, family)
         bounds = [0, *sorted(points[f]), layers_of(work, f)]
-        for k, window in enumerate(zip(bounds, bounds[1:])):
+        for k, window in enumerate(itertools.pairwise(bounds)):
             mine = []
             for j in family.state:
                 part = dataclasses.replace(work.stored_state[j], part=window)
@@ -107,7 +108,7 @@ def _refused(update: Update, family: Family) -> str:
         return "its update is joint with that of other parameters"
     if family.kind == "stack":
         made = {v: update.jaxpr.jaxpr.eqns[i] for i in component.equations for v in update.jaxpr.jaxpr.eqns[i].outvars}
-        return "the update sums over its state" if _cone(family.items[0].exports, made) & states else ""
+        return "the update sums over its state" if jaxprs.cone(family.items[0].exports, made) & states else ""
     try:
         sliced = slice_component(update, component, 0)
     except slicing.NotSeparable as why:
@@ -116,14 +117,4 @@ def _refused(update: Update, family: Family) -> str:
         return "its state has no axis of layers"
     read = [v for i in sliced.reductions for v in update.jaxpr.jaxpr.eqns[i].invars if not jaxprs.is_literal(v)]
     made = {v: e for e in update.jaxpr.jaxpr.eqns for v in e.outvars}
-    return "the update sums over its state" if (_cone(read, made) & states or set(outside(update, sliced, read)) & states) else ""
-
-
-def _cone(variables, made) -> set:
-    stack, seen = list(variables), set()
-    while stack:
-        v = stack.pop()
-        if v not in seen:
-            seen.add(v)
-            stack.extend(u for u in (made[v].invars if v in made else ()) if not jaxprs.is_literal(u))
-    return seen
+    return "the update sums over its state" if (jaxprs.cone(read, made) & states or set(outside(update, sliced, read)) & states) else ""

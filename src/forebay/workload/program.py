@@ -44,7 +44,10 @@ class LayerLoop:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Program:
-    """``jaxpr``: (stored params, extra, batch[, key]) flat -> (loss, aux, new extra) flat. ``whole[p]``: the stored parameter p is also used outside loops."""
+    """``jaxpr``: (stored params, extra, batch[, key]) flat -> (loss, aux, new extra) flat.
+
+    ``whole[p]``: the stored parameter p is also used outside loops.
+    """
 
     jaxpr: Any
     stored: tuple[Stored, ...]
@@ -87,7 +90,10 @@ def call(loss_fn: Callable, params, extra, batch, key) -> tuple[Any, Any, Any]:
 
 
 def build(loss_fn: Callable, args: Arguments, mesh=None, specs: tuple | None = None) -> Program:
-    """Trace, roll and inspect a loss. ``mesh`` is the AbstractMesh in whose context the loss is traced; ``specs`` one spec per leaf of params."""
+    """Trace, roll and inspect a loss.
+
+    ``mesh`` is the AbstractMesh in whose context the loss is traced; ``specs`` one spec per leaf of params.
+    """
     tree = jax.tree.structure((args.params, args.extra, args.batch, args.key))
     out_tree = None
 
@@ -108,7 +114,7 @@ def build(loss_fn: Callable, args: Arguments, mesh=None, specs: tuple | None = N
 
 
 def _standing_on(mesh, leaf):
-    """An argument whose type names the mesh, as the types of computed values do: a block that reads it is then like the blocks behind it."""
+    """An argument whose type names the mesh, as the types of computed values do: a block that reads it is then like those behind it."""
     if mesh is None:
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
@@ -167,7 +173,7 @@ def _layer_loop(eqn, loop, params):
 
 
 def follows(eqn, fed) -> int | None:
-    """The stored parameter that the result still is, layer by layer: one operand comes from it and the rest are scalars (a cast, a scale)."""
+    """The stored parameter that the result still is, layer by layer: one operand is of it and the rest are scalars (a cast, a scale)."""
     sources = [p for p in fed if p is not None]
     others = [v for v, p in zip(eqn.invars, fed, strict=True) if p is None]
     if len(sources) != 1 or len(eqn.outvars) != 1 or not eqn.outvars[0].aval.shape or any(v.aval.shape for v in others):

@@ -99,8 +99,8 @@ def _written(verdicts: list[str], carry: bool) -> str:
 
 def _residual(path, mark, aval, written, needed, seen: _Seen, weights_only, user_named) -> Residual:
     return Residual(
-        path=path, mark=mark, shape=aval.shape, dtype=aval.dtype, written=written, needed=needed, carry=seen.carry, weights_only=weights_only,
-        user_named=user_named, source=seen.source,
+        path=path, mark=mark, shape=aval.shape, dtype=aval.dtype, written=written, needed=needed, carry=seen.carry,
+        weights_only=weights_only, user_named=user_named, source=seen.source,
     )  # fmt: skip
 
 
@@ -188,9 +188,9 @@ def _aliases_and_taint(flat, loop, weights):
             if eqn.primitive.name == "name":
                 before = None if jaxprs.is_literal(eqn.invars[0]) else first.get(eqn.invars[0])
                 name = eqn.params["name"]
-                first[out] = before or (name if name.startswith(MARK) else None)
-                if name.startswith(MARK):
-                    roots[name], taint[name] = first[out], kind is True
+                root = first[out] = before or (name if name.startswith(MARK) else None)
+                if root is not None and name.startswith(MARK):
+                    roots[name], taint[name] = root, kind is True
     return roots, taint
 
 

@@ -13,9 +13,8 @@ What has no rule raises ``NotSeparable`` with the primitive's name: such an upda
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NoReturn
 
-import jax
 from jax import lax
 
 from forebay.workload import jaxprs
@@ -34,20 +33,20 @@ REDUCTIONS = {
 ALONG = ("argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "split")
 BATCHED = ("eigh", "qr", "svd", "cholesky", "triangular_solve", "lu", "householder_product", "geqrf", "schur", "eig")
 
+Axes = Sequence[int | None] | Literal["reduce"]
+
 
 class NotSeparable(Exception):
     """The program mixes the slices along the streamed axis; the text says which equation does."""
 
 
-def out_axes(eqn, axes: Sequence[int | None]) -> list[int | None] | str:
+def out_axes(eqn, axes: Sequence[int | None]) -> Axes:
     """The streamed axis of each result, or ``"reduce"`` where the equation reduces over it.
 
     ``axes`` holds the streamed axis of each operand (None: not streamed); at least one is streamed.
     """
     name, params = eqn.primitive.name, eqn.params
-    shapes = [v.aval.shape for v in eqn.invars]
-    first = next(i for i, a in enumerate(axes) if a is not None)
-    axis, shape = axes[first], shapes[first]
+    axis, shape = next((a, v.aval.shape) for a, v in zip(axes, eqn.invars, strict=True) if a is not None)
     if name in ELEMENTWISE:
         return _elementwise(eqn, axes)
     if name == "dot_general":
@@ -70,21 +69,13 @@ def out_axes(eqn, axes: Sequence[int | None]) -> list[int | None] | str:
     if name == "concatenate":
         return _refuse(eqn, "joins along it") if params["dimension"] == axis or len(set(axes) - {None}) > 1 else [axis]
     if name == "slice":
-        whole = (
-            params["start_indices"][axis] == 0
-            and params["limit_indices"][axis] == shape[axis]
-            and (params["strides"] or [1] * 9)[axis] == 1
-        )
-        return [axis] if whole else _refuse(eqn, "cuts it")
+        return [axis] if _keeps_all(params, shape, axis) else _refuse(eqn, "cuts it")
     if name == "pad":
         return [axis] if tuple(params["padding_config"][axis]) == (0, 0, 0) else _refuse(eqn, "pads it")
     if name in ALONG:
         where = params.get("axis", params.get("dimension", params.get("dimensions")))
-        return (
-            _refuse(eqn, "runs along it")
-            if axis == where or axis in (where if isinstance(where, tuple) else ())
-            else [axis] * len(eqn.outvars)
-        )
+        along = axis in where if isinstance(where, tuple) else axis == where
+        return _refuse(eqn, "runs along it") if along else [axis] * len(eqn.outvars)
     if name in BATCHED:
         return [axis] * len(eqn.outvars) if axis < len(shape) - 2 else _refuse(eqn, "factorises across it")
     if name == "scan":
@@ -92,7 +83,13 @@ def out_axes(eqn, axes: Sequence[int | None]) -> list[int | None] | str:
     return _refuse(eqn, "has no rule for it")
 
 
-def _refuse(eqn, why: str):
+def _keeps_all(params, shape, axis) -> bool:
+    """Whether a ``slice`` takes every position of an axis."""
+    first, limit = params["start_indices"][axis], params["limit_indices"][axis]
+    return first == 0 and limit == shape[axis] and (params["strides"] is None or params["strides"][axis] == 1)
+
+
+def _refuse(eqn, why: str) -> NoReturn:
     raise NotSeparable(f"{eqn.primitive.name} at {jaxprs.source_line(eqn) or 'an unknown line'} {why}")
 
 
@@ -126,6 +123,7 @@ def _dot_general(eqn, axes):
     free = [d for d in range(ranks[0]) if d not in lhs_contract and d not in lhs_batch]
     if lhs is not None:
         return [len(lhs_batch) + free.index(lhs)]
+    assert rhs is not None, "one operand is streamed"
     right = [d for d in range(ranks[1]) if d not in rhs_contract and d not in rhs_batch]
     return [len(lhs_batch) + len(free) + right.index(rhs)]
 
@@ -184,7 +182,7 @@ class Window:
         return lax.dynamic_slice_in_dim(value, self.start * block, self.size * block, axis=axis)
 
 
-def bind(eqn, values: Sequence[Any], axes: Sequence[int | None], outs: Sequence[int | None] | str, window: Window) -> list[Any]:
+def bind(eqn, values: Sequence[Any], axes: Sequence[int | None], outs: Axes, window: Window) -> list[Any]:
     """Evaluate ``eqn`` on one slice: streamed operands are slices already, others are cut where they span the axis."""
     if eqn.primitive.name == "scan":
         return _bind_scan(eqn, values, axes, window)
@@ -192,8 +190,9 @@ def bind(eqn, values: Sequence[Any], axes: Sequence[int | None], outs: Sequence[
     key = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "slice": "limit_indices"}.get(eqn.primitive.name)
     if key is None or outs == "reduce":
         return jaxprs.bind(eqn, values)
-    sizes = list(eqn.params[key])
-    sizes[outs[0]] = sizes[outs[0]] * window.size // window.total
+    sizes, at = list(eqn.params[key]), outs[0]
+    assert at is not None, "one axis of the result is streamed"
+    sizes[at] = sizes[at] * window.size // window.total
     return jaxprs.bind(eqn.replace(params={**eqn.params, key: tuple(sizes)}), values)
 
 
@@ -240,6 +239,7 @@ def run(jaxpr, values: Sequence[Any], in_axes: Sequence[int | None], window: Win
         if all(a is None for a in axes):
             return None
         outs = out_axes(eqn, axes)
+        assert outs != "reduce", "a separable program does not reduce over the axis"
         axis_of.update(zip(eqn.outvars, outs, strict=True))
         return bind(eqn, inputs, axes, outs, window)
 

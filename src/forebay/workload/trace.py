@@ -157,7 +157,8 @@ def trace(
     )
     return Workload(
         loss_fn=loss_fn, optimizer=optimizer, args=args, opt_state=opt_state, mesh=shape, batch_specs=batch_specs, tensors=tensors,
-        program=program, update=update, families=families, stored=program.stored, stored_state=stored_state, name=name, reduction=_reduction(reduction, program),
+        program=program, update=update, families=families, stored=program.stored, stored_state=stored_state, name=name,
+        reduction=_reduction(reduction, program),
     )  # fmt: skip
 
 
@@ -194,7 +195,7 @@ def _check_params(params):
 
 
 def _specs(params, batch, shape, param_specs, batch_spec):
-    leaves, tree = jax.tree.flatten(params)
+    leaves = jax.tree.leaves(params)
     if param_specs is None:
         specs = [sharding.spec_of(leaf) for leaf in leaves]
     elif callable(param_specs):

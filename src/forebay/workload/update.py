@@ -132,7 +132,8 @@ def _same_avals(params, state, traced, n):
             where = jax.tree_util.keystr(path, simple=True, separator="/")
             raise InputError(
                 f"one step of the optimizer turns {where} from {old.dtype}{list(old.shape)} into {new.dtype}{list(new.shape)}; "
-                "state that changes its type cannot be updated in place: fix its dtype in the optimizer (for example mu_dtype=) or the parameter's"
+                "state that changes its type cannot be updated in place: fix its dtype in the optimizer (for example mu_dtype=) "
+                "or the parameter's"
             )
 
 
