@@ -20,7 +20,7 @@ def placement_rules(place: Sequence[str]) -> dict[str, str]:
         rule, _, placement = text.rpartition("=")
         if not rule:
             raise InputError(f"--place {text!r} is not a rule; write ROLE_OR_PATTERN=PLACEMENT, such as optimizer=host")
-        word = re.match(r"\w*", placement)[0]
+        word = re.split(r"\W", placement, maxsplit=1)[0]
         if word not in PLACEMENTS:
             raise InputError(f"--place {text!r}: there is no placement {placement!r}; {nearest(word, PLACEMENTS)}")
         rules.pop(rule, None)

@@ -97,7 +97,8 @@ def backward(
 
     start = tuple(jnp.zeros(x.shape, wide) for x in (q, k, v))
     grads, _ = jax.lax.scan(step, start, _pairs(q.shape[1] // block, block, window))
-    return tuple(g.reshape(s[0], -1, *s[2:])[:, :seq].astype(dtype) for g, s in zip(grads, shapes, strict=True))
+    dq, dk, dv = (g.reshape(s[0], -1, *s[2:])[:, :seq].astype(dtype) for g, s in zip(grads, shapes, strict=True))
+    return dq, dk, dv
 
 
 def _pairs(count: int, block: int, window: int | None) -> tuple[np.ndarray, np.ndarray]:

@@ -75,8 +75,8 @@ def backward(
     results.append(jax.ShapeDtypeStruct((0,), jnp.uint8))
     layouts = [_SEQUENCE_MAJOR] * 3 + [None]
     call = _call(BACKWARD, results, layouts, _backend_config(q, k, window, _BACKWARD_PRODUCTS))
-    *grads, _ = call(q, k, v, statistics, cotangent, context)
-    return tuple(g.transpose(_SEQUENCE_MAJOR) for g in grads)
+    dq, dk, dv, _ = call(q, k, v, statistics, cotangent, context)
+    return dq.transpose(_SEQUENCE_MAJOR), dk.transpose(_SEQUENCE_MAJOR), dv.transpose(_SEQUENCE_MAJOR)
 
 
 def _call(target: str, results: list, layouts: list, config: dict):

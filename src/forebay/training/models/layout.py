@@ -56,6 +56,7 @@ class Layout:
         return jax.shard_map(f, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], axis_names=axes, check_vma=False)
 
     def _count(self, axes: tuple[str, ...]) -> int:
+        assert self.mesh is not None, "without a mesh nothing is split"
         return math.prod(self.mesh.shape[a] for a in axes)
 
 
