@@ -8,21 +8,14 @@ import hashlib
 import json
 import os
 import tempfile
-from pathlib import Path
 
+from forebay.compiler.folder import folder
 from forebay.compiler.jaxcompat import Program
 from forebay.compiler.outcome import LASTING, Outcome
 
 FORMAT = 1  # raise it when the meaning of an entry changes
 LIMIT_BYTES = 2 * 2**30
 _SUFFIX = ".verdict"
-
-
-def folder() -> Path:
-    """``FOREBAY_CACHE``, or ``~/.cache/forebay`` (under ``XDG_CACHE_HOME`` where that is set)."""
-    if os.environ.get("FOREBAY_CACHE"):
-        return Path(os.environ["FOREBAY_CACHE"]).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "forebay"
 
 
 def fingerprint(program: Program, request: dict, versions: dict) -> str:

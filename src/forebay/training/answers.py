@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 import forebay
+from forebay.compiler.folder import folder
 from forebay.compiler.versions import installed
 
 KEPT = 256  # answers; about 0.1 MB each
@@ -66,9 +67,7 @@ def write(key: str, text: str) -> None:
 
 
 def _path(key: str) -> Path:
-    # The folder of the compile cache (compiler/cache.py), found without importing it: that loads jax.
-    cache = os.environ.get("FOREBAY_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "forebay"
-    return Path(cache).expanduser() / "answers" / f"{key}.json"
+    return folder() / "answers" / f"{key}.json"
 
 
 def _trim(answers: Path) -> None:
