@@ -68,11 +68,6 @@ class Setup:
     record: dict[str, Any]
 
 
-def load_model(name: str) -> Any:
-    """The model configuration behind ``--model``: a preset, or the path of a Hugging Face config.json."""
-    return presets.load_config(Path(name)) if name.endswith(".json") or "/" in name else presets.preset(name)
-
-
 def machine() -> fb.Hardware:
     """This machine, with the devices that jax has on it: a CPU may have been split into virtual ones.
 
@@ -95,7 +90,7 @@ def prepare(config: TrainConfig) -> Setup:
         InputError: text, model, batch or rules that do not fit each other.
         PlanError: the plan cannot be made.
     """
-    model = load_model(config.model)
+    model = presets.find(config.model)
     data.check_vocabulary(model.vocab, config.model)
     corpus = data.open_corpus(config.data.paths)
     train, _ = data.split(

@@ -23,7 +23,7 @@ from forebay.errors import InputError, PlanError, nearest
 from forebay.hardware import Hardware
 from forebay.timeline import charge
 from forebay.training import answers
-from forebay.training.models.presets import load_config, preset
+from forebay.training.models import presets
 from forebay.training.placing import placement_rules
 
 
@@ -125,7 +125,7 @@ def _work_done(command: PlanCommand) -> dict[str, float]:
         return {}
     from forebay.training.models import llama  # after the name: this loads jax
 
-    config = load_config(command.model) if _is_file(command.model) else preset(command.model)
+    config = presets.find(command.model)
     return {"tokens": command.batch * command.seq, "flops_per_token": llama.train_flops_per_token(config, command.seq)}
 
 
@@ -148,14 +148,10 @@ def load_program(model: str, seq: int | None, batch: int | None) -> tuple:
     for name, value in (("--seq", seq), ("--batch", batch)):
         if value < 1:
             raise InputError(f"{name} is {value}; it must be at least 1")
-    config = load_config(model) if _is_file(model) else preset(model)
+    config = presets.find(model)
     from forebay.training.models import llama  # after the name: this loads jax
 
     return llama.make(config, batch=batch, seq=seq)
-
-
-def _is_file(model: str) -> bool:
-    return model.endswith(".json") or os.sep in model
 
 
 def _call(model: str, sizes: dict[str, int]) -> tuple:
@@ -191,7 +187,7 @@ def _key(command: PlanCommand, hardware: Hardware) -> str | None:
     if ":" in command.model:
         return None
     try:
-        model = hashlib.sha256(Path(command.model).read_bytes()).hexdigest() if _is_file(command.model) else command.model
+        model = hashlib.sha256(Path(command.model).read_bytes()).hexdigest() if presets.is_file(command.model) else command.model
     except OSError:
         return None  # load_config says what is wrong with the file
     question = {"model": model, "seq": command.seq, "batch": command.batch, "place": list(command.place)}

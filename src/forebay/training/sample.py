@@ -17,7 +17,7 @@ from forebay.errors import InputError
 from forebay.training import config as settings
 from forebay.training.checkpoints import Checkpoints
 from forebay.training.data import VOCABULARY
-from forebay.training.models import llama
+from forebay.training.models import llama, presets
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +63,10 @@ def load_params(folder: Path) -> tuple[Any, Any]:
         InputError: the folder is not a run's.
         CheckpointError: it holds no readable checkpoint.
     """
-    from forebay.training.loop import CHECKPOINTS, load_model  # the loop is heavier than a sample needs until here
+    from forebay.training.loop import CHECKPOINTS  # the loop is heavier than a sample needs until here
 
     config = settings.load(folder)
-    model = load_model(config.model)
+    model = presets.find(config.model)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), llama.param_shapes(model))
     checkpoints = Checkpoints(folder / CHECKPOINTS)

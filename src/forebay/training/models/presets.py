@@ -8,7 +8,7 @@ from forebay.errors import InputError, nearest
 from forebay.training.models.config import LlamaConfig, Rope
 from forebay.training.models.huggingface import load_config
 
-__all__ = ["load_config", "preset", "preset_names"]
+__all__ = ["find", "is_file", "load_config", "preset", "preset_names"]
 
 _LLAMA3 = Rope(theta=500_000.0, kind="llama3", factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0)
 _LLAMA32 = Rope(theta=500_000.0, kind="llama3", factor=32.0, low_frequency_factor=1.0, high_frequency_factor=4.0)
@@ -43,6 +43,20 @@ _PRESETS = {
 def preset_names() -> list[str]:
     """The names that `preset` knows, largest families first."""
     return list(_PRESETS)
+
+
+def is_file(model: str) -> bool:
+    """Whether ``--model`` names a Hugging Face config.json, not a preset."""
+    return model.endswith(".json") or "/" in model
+
+
+def find(model: str) -> LlamaConfig:
+    """The model configuration behind ``--model``: a preset, or the path of a Hugging Face config.json.
+
+    Raises:
+        InputError: there is no such preset, or the file is not a configuration that forebay knows.
+    """
+    return load_config(model) if is_file(model) else preset(model)
 
 
 def preset(name: str) -> LlamaConfig:
