@@ -183,8 +183,7 @@ class LayerPass:
         start = {
             "ct": ct_carry, "consts": [jnp.zeros(c.shape, c.dtype) for c in self.consts if is_float(c)], "weights": weights,
             "pending": {k: jnp.zeros_like(weights[k], self._dtype(self.waits[k])) for k in consumed},
-            "done": self._masters(weights, consumed),
-            "arrays": [fused.arrays[s] for s in slots], "sums": [list(job.sums) for job in fused.jobs],
+            "done": self._masters(weights, consumed), "arrays": [fused.arrays[s] for s in slots], "sums": [[*j.sums] for j in fused.jobs],
         }  # fmt: skip
         xs = jnp.arange(self.shape.length, dtype=jnp.int32), self.plain, self.saved, ct_ys
         end, (d_plain, left) = lax.scan(body, start, xs, length=self.shape.length, reverse=not self.shape.reverse)
