@@ -73,16 +73,19 @@ def test_a_norm_over_the_leaf_does_not_hinder_streaming_but_a_factorisation_does
 
 
 @pytest.mark.parametrize(
-    ("shape", "devices", "spec"),
+    ("shape", "devices", "layered", "spec"),
     [
-        ((4, 256, 512), 8, (None, "fsdp", None)),  # the input axis of a stack of matrices
-        ((4, 250, 512), 8, (None, None, "fsdp")),  # the next that the devices divide
-        ((512, 250), 8, ("fsdp", None)),  # axis 0 only where nothing else can be split
-        ((4, 250, 251), 8, (None, None, None)),
-        ((4, 512), 8, (None, None)),  # too small
-        ((4, 256, 512), 1, (None, None, None)),
+        ((4, 256, 512), 8, True, (None, "fsdp", None)),  # the input axis of a stack of matrices
+        ((4, 250, 512), 8, True, (None, None, "fsdp")),  # the next that the devices divide
+        ((80, 8192), 8, True, (None, "fsdp")),  # never the layers, however few
+        ((4, 250, 251), 8, True, (None, None, None)),
+        ((128256, 4096), 8, False, (None, "fsdp")),  # the shorter axis of a matrix: an embedding
+        ((4096, 128256), 8, False, ("fsdp", None)),  # and a head
+        ((512, 250), 8, False, ("fsdp", None)),
+        ((4, 512), 8, True, (None, None)),  # too small
+        ((4, 256, 512), 1, True, (None, None, None)),
     ],
 )
-def test_the_proposed_sharding_leaves_the_stacked_axis_whole(shape, devices, spec):
+def test_the_proposed_sharding_leaves_the_stacked_axis_whole(shape, devices, layered, spec):
     tensor = Tensor(name="parameter:w", role="parameter", shape=shape, dtype="float32", bytes=4)
-    assert propose_spec(tensor, devices) == spec
+    assert propose_spec(tensor, devices, layered) == spec

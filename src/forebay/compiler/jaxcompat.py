@@ -29,6 +29,7 @@ class AbsentDevice:
     """
 
     client: AbsentClient
+    device_kind: str = "absent"  # asked by primitives with a TPU lowering of their own; an unknown kind takes the plain one
 
 
 def lower(traced, platform: str, abstract: bool):

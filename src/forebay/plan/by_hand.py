@@ -16,6 +16,7 @@ from forebay.records import Entry
 from forebay.workload import Tensor, Workload
 from forebay.workload.parts import cut, family_of_state, layers_of
 from forebay.workload.sharding import MeshShape, local_shape
+from forebay.workload.trace import follow_spec
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,8 @@ def draft(work: Workload, rules: Mapping[str, str], hardware: Any, options: Mapp
     }
     hosted = {path for path, place in stands.items() if place == "host"}
     entries = tuple(_entry(work, t, won.get(t.name), mesh, hosted, platform) for t in work.tensors)
+    if options.get("prefetch", 1) not in (0, 1):
+        raise InputError(f"prefetch is the number of layers fetched ahead, 0 or 1, not {options['prefetch']!r}")
     count = options.get("microbatches", 1)
     if count != 1:
         _check_microbatches(work, count, mesh, entries)
@@ -119,7 +122,22 @@ def _spec(work: Workload, tensor: Tensor, mesh: MeshShape | None) -> tuple:
         return tensor.spec
     if tensor.role == "batch":
         return fsdp.batch_spec(tensor, mesh.devices)
-    return fsdp.propose_spec(tensor, mesh.devices)
+    if tensor.role == "optimizer":
+        return _state_spec(work, tensor, mesh)
+    same = [t.name.partition(":")[2] for t in work.tensors if t.role == "parameter"]
+    p = same.index(tensor.name.partition(":")[2])
+    return fsdp.propose_spec(tensor, mesh.devices, work.stored[p].stacked or work.program.streams(p))
+
+
+def _state_spec(work: Workload, tensor: Tensor, mesh: MeshShape) -> tuple:
+    """The spec of optimizer state: its parameter's, on the axes that it shares with it."""
+    j = [t.name for t in work.tensors if t.role == "optimizer"].index(tensor.name)
+    owner = next((f.params[0] for f in work.families if f.params and j in f.state), None)
+    if owner is None:
+        return (None,) * len(tensor.shape)
+    param = [t for t in work.tensors if t.role == "parameter"][owner]
+    spec = _spec(work, param, mesh)
+    return spec if len(tensor.shape) == len(param.shape) else follow_spec(tensor.shape, param.shape, spec)
 
 
 def _entry(work, tensor: Tensor, rule: Rule | None, mesh, hosted, platform) -> Entry:
@@ -238,6 +256,8 @@ def with_fusion(plan: Any) -> tuple[Entry, ...]:
                     bytes_per_device=one,
                     reason="consumed by the update inside the backward pass, one layer at a time",
                 )
+            elif plan.streams[f].mode == "whole" and plan.bound.program.streams(p) and not plan.bound.program.whole[p]:
+                changed[entry.name] = dataclasses.replace(entry, placement="hbm", reason="small: its stack stays on the device")
             else:
                 changed[entry.name] = dataclasses.replace(entry, reason=f"{entry.reason}, and read again by the update: {why}")
     return tuple(changed.get(e.name, e) for e in plan.entries)

@@ -1,7 +1,7 @@
 """The sharding that forebay proposes where the caller gave none: FSDP (ZeRO-3) over all devices of the machine.
 
-Every parameter is split over one mesh axis, ``fsdp``, and so are the rows of the batch. Axis 0 is left whole where
-possible: a stack is scanned along it, and an unstacked leaf is streamed in chunks of it, which are then contiguous.
+Every parameter is split over one mesh axis, ``fsdp``, and so are the rows of the batch. The layers of a stack are never
+split: it is scanned along them.
 """
 
 import math
@@ -14,17 +14,21 @@ AXIS = "fsdp"
 REPLICATED_BELOW = 2**16  # elements: a norm's scale costs more to gather than to hold
 
 
-def propose_spec(tensor: Tensor, devices: int) -> tuple:
-    """One spec for a parameter, its gradient and its state: the first axis behind axis 0 that the devices divide, else axis 0.
+def propose_spec(tensor: Tensor, devices: int, layered: bool) -> tuple:
+    """One spec for a parameter and its gradient; its state follows. ``layered``: axis 0 is the layers of a stack, and stays whole.
 
-    Of a stack of matrices [L, in, out] that is the input axis: splitting the output axis makes XLA keep a transposed copy of
-    the gradient (1.86 GiB more on Llama-3.1-8B over 8 GPUs, compiled).
+    Of a stack of matrices [L, in, out] the input axis is split: splitting the output axis makes XLA keep a transposed copy of the
+    gradient (1.86 GiB more on Llama-3.1-8B over 8 GPUs, compiled). Of a matrix that is no stack, an embedding or a head, the shorter
+    axis is split: splitting the vocabulary of a head costs an all-to-all each way, on the host where the head stands there.
     """
     shape = tensor.shape
     if devices == 1 or math.prod(shape) < REPLICATED_BELOW:
         return (None,) * len(shape)
-    behind = [k for k in range(1, len(shape)) if shape[k] % devices == 0]
-    best = behind[0] if behind else 0 if shape and shape[0] % devices == 0 else None
+    fit = [k for k in range(layered, len(shape)) if shape[k] % devices == 0]
+    if len(shape) == 2 and not layered:
+        best = min(fit, key=lambda k: (shape[k], -k), default=None)
+    else:
+        best = next((k for k in fit if k > 0), 0 if 0 in fit else None)
     return tuple(AXIS if k == best else None for k in range(len(shape)))
 
 

@@ -13,6 +13,7 @@ from forebay.workload.families import Family
 from forebay.workload.sharding import local_shape
 from forebay.workload.update import Sliced, slice_component
 
+LANES = 128  # a TPU updates the minor axis in whole lanes only
 CHUNK_BYTES = 64 * 2**20
 WHOLE_BELOW_BYTES = 64 * 2**10
 
@@ -22,7 +23,7 @@ class Stream:
     """``mode``: ``resident`` (nothing on the host), ``slices``, ``items`` or ``whole``.
 
     For ``slices``: ``count`` slices of ``size`` positions along ``axis`` of ``sliced``, then ``rest`` positions. ``layered``: the
-    slices are the layers of a stack that a loop scans.
+    slices are the layers of a stack that a loop scans. ``minor``: the axis is the array's last.
     """
 
     mode: str
@@ -33,6 +34,7 @@ class Stream:
     rest: int = 0
     sliced: Sliced | None = None
     layered: bool = False
+    minor: bool = False
 
     @property
     def along(self) -> Sliced:
@@ -96,7 +98,17 @@ def _slices(work, family, tensor, spec, local, itemsize) -> Stream:
         per_position = math.prod(local) * itemsize // local[axis]
         size = chunk(local[axis], max(1, CHUNK_BYTES // per_position))
         reason = f"streamed in {math.ceil(local[axis] / size)} chunks along axis {axis}"
-        return Stream(mode="slices", reason=reason, axis=axis, size=size, count=local[axis] // size, rest=local[axis] % size, sliced=sliced)
+        minor = axis == len(local) - 1 > 0
+        return Stream(
+            mode="slices",
+            reason=reason,
+            axis=axis,
+            size=size,
+            count=local[axis] // size,
+            rest=local[axis] % size,
+            sliced=sliced,
+            minor=minor,
+        )
     return Stream(mode="whole", reason=f"moved whole: {refused}")
 
 
@@ -119,6 +131,8 @@ def _recut(stream: Stream, count: int) -> Stream:
     if length < count:
         return stream
     size = length // count
+    if stream.minor and size > LANES:
+        size -= size % LANES
     chunks = count + bool(length % count)
     reason = f"streamed in {chunks} chunks along axis {stream.axis}"
     return dataclasses.replace(stream, size=size, count=count, rest=length - size * count, reason=reason)

@@ -14,7 +14,8 @@ update can run right there and no gradient is ever stored. The loop's own deriva
 The update of a layer is delayed by one iteration: it does not depend on this iteration's matmuls, so the scheduler may run
 its copies beside them. In the first iteration there is nothing to update, and what stands there is written back.
 
-Cost: HBM holds the weights of two layers and one layer's gradient beside the slices of two leaves of state.
+Cost: HBM holds the weights of two layers and one layer's gradient beside the slices of two leaves of state. With the option
+``prefetch=0`` a layer is fetched when its turn comes: a layer less in HBM, and its copy beside nothing but its own first matmuls.
 Limits: one derivative only (no second order); a parameter whose update needs the whole gradient first is not fused: its
 gradient is stacked on the host, as the plan's entry says.
 """
@@ -122,6 +123,14 @@ class LayerPass:
         step = 1 if ahead != self.shape.reverse else -1
         return jnp.clip(i + step, 0, self.shape.length - 1)
 
+    def _ahead(self, stacks, i, forward: bool):
+        """The layer after ``i``, fetched while ``i`` is computed; nothing where the plan does not prefetch."""
+        return self._fetch(stacks, self._next(i, forward)) if self.plan.options["prefetch"] else {}
+
+    def _now(self, fetched, stacks, i):
+        """The weights of layer ``i``: fetched an iteration ago, or now."""
+        return fetched or self._fetch(stacks, i)
+
     def _first(self, forward: bool) -> int:
         return 0 if forward != self.shape.reverse else self.shape.length - 1
 
@@ -130,16 +139,17 @@ class LayerPass:
         stacks = {k: w.value for k, w in self.waits.items()}
 
         def body(carry, xs):
-            values, weights = carry
+            values, fetched = carry
             i, plain = xs
+            weights = self._now(fetched, stacks, i)
             floats, others = self._split(self.consts, values, self._wide(weights), plain)
             outs, rest, leaves = self._vjp(floats, others)
-            ahead = self._fetch(stacks, self._next(i, True))
+            ahead = self._ahead(stacks, i, True)
             results = self._results(outs, rest)
             saved = [leaf for leaf, kind in zip(leaves, self.kinds, strict=True) if kind is None]
             return (results[: self.shape.carry], ahead), (results[self.shape.carry :], saved)
 
-        start = list(self.init), self._fetch(stacks, self._first(True))
+        start = list(self.init), self._fetch(stacks, self._first(True)) if self.plan.options["prefetch"] else {}
         indices = jnp.arange(self.shape.length, dtype=jnp.int32)
         (carry, _), (ys, self.saved) = lax.scan(body, start, (indices, self.plain), length=self.shape.length, reverse=self.shape.reverse)
         return [*carry, *ys]
@@ -169,22 +179,20 @@ class LayerPass:
                 given = self._given(fused, slot_of, carry["done"], carry["pending"])
                 sums = visit(fused.jobs, table, sums, self._next(i, True), given, live=i != first)
             stacks = {k: table.get(copies.slot_of(self.plan, w.param), w.value) for k, w in self.waits.items()}
-            ahead = self._fetch(stacks, self._next(i, False))
-            d_const, d_carry, d_weights, d_plain = self._pull(carry["weights"], plain, saved, [*carry["ct"], *ys])
+            weights, ahead = self._now(carry["weights"], stacks, i), self._ahead(stacks, i, False)
+            d_const, d_carry, d_weights, d_plain = self._pull(weights, plain, saved, [*carry["ct"], *ys])
             pending = {k: d_weights[k] for k in consumed}
             out = {
                 "ct": d_carry, "consts": [a + b for a, b in zip(carry["consts"], d_const, strict=True)],
                 "weights": ahead, "pending": pending,
-                "done": {k: carry["weights"][k] for k in carry["done"]}, "arrays": [table[s] for s in slots], "sums": sums,
+                "done": {k: weights[k] for k in carry["done"]}, "arrays": [table[s] for s in slots], "sums": sums,
             }  # fmt: skip
             return out, (d_plain, self._left(d_weights, consumed))
 
-        weights = self._fetch({k: w.value for k, w in self.waits.items()}, first)
-        start = {
-            "ct": ct_carry, "consts": [jnp.zeros(c.shape, c.dtype) for c in self.consts if is_float(c)], "weights": weights,
-            "pending": {k: jnp.zeros_like(weights[k], self._dtype(self.waits[k])) for k in consumed},
-            "done": self._masters(weights, consumed), "arrays": [fused.arrays[s] for s in slots], "sums": [[*j.sums] for j in fused.jobs],
-        }  # fmt: skip
+        start = self._start(ct_carry, first, consumed) | {
+            "arrays": [fused.arrays[s] for s in slots],
+            "sums": [[*j.sums] for j in fused.jobs],
+        }
         xs = jnp.arange(self.shape.length, dtype=jnp.int32), self.plain, self.saved, ct_ys
         end, (d_plain, left) = lax.scan(body, start, xs, length=self.shape.length, reverse=not self.shape.reverse)
         table, sums = dict(zip(slots, end["arrays"], strict=True)), end["sums"]
@@ -192,6 +200,17 @@ class LayerPass:
             sums = visit(fused.jobs, table, sums, self._first(True), self._given(fused, slot_of, end["done"], end["pending"]))
         fused.arrays.update(table)
         return end["consts"], end["ct"], d_plain, left, sums
+
+    def _start(self, ct_carry, first: int, consumed) -> dict[str, Any]:
+        """What the backward loop begins with: the last layer's weights, and nothing to update."""
+        weights = self._fetch({k: w.value for k, w in self.waits.items()}, first)
+        return {
+            "ct": ct_carry,
+            "consts": [jnp.zeros(c.shape, c.dtype) for c in self.consts if is_float(c)],
+            "weights": weights if self.plan.options["prefetch"] else {},
+            "pending": {k: jnp.zeros_like(weights[k], self._dtype(self.waits[k])) for k in consumed},
+            "done": self._masters(weights, consumed),
+        }
 
     def _masters(self, weights, consumed):
         """Weights on the device that are the masters of consumed slots: their update need not fetch them again."""

@@ -27,7 +27,7 @@ from forebay.plan import Plan
 from forebay.plan.state import unstack
 from forebay.runtime.gradients import loss_and_gradients
 from forebay.runtime.step import pinned
-from forebay.runtime.update import begin, finish
+from forebay.runtime.updating import begin, finish
 from forebay.workload.families import make_families
 from forebay.workload.update import trace_update
 

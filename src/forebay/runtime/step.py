@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from forebay.errors import InputError, PlanError
 from forebay.plan import Plan, State
-from forebay.runtime import copies
-from forebay.runtime import update as updates
+from forebay.runtime import copies, updating
 from forebay.runtime.accumulate import accumulated
 from forebay.runtime.gradients import loss_and_gradients
 from forebay.workload import Workload, trace
@@ -119,7 +118,7 @@ def _step(plan: Plan, state: State, batch: Any):
     mesh = plan.abstract_mesh()
     with jax.sharding.use_abstract_mesh(mesh):
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
-        values = updates.begin(plan, state.stored_params, state.stored_opt_state, state.stored_copies)
+        values = updating.begin(plan, state.stored_params, state.stored_opt_state, state.stored_copies)
         program = plan.bound.program_on(mesh, plan.options["microbatches"])
         weights = copies.travelling(plan, program, state.stored_params, state.stored_copies)
         if plan.options["microbatches"] > 1:
@@ -127,7 +126,7 @@ def _step(plan: Plan, state: State, batch: Any):
         else:
             loss, aux, extra, grads = loss_and_gradients(plan, program, values, weights, state.extra, batch, key)
         values.receive(pinned(plan, mesh, grads), loss)
-        params, opt_state, norm = updates.finish(values, plan.fused)
+        params, opt_state, norm = updating.finish(values, plan.fused)
     metrics = {"loss": loss, "grad_norm": norm} | ({} if aux is None else {"aux": aux})
     new = dataclasses.replace(
         state, step=state.step + 1, stored_params=params, stored_opt_state=opt_state, extra=extra,
