@@ -42,9 +42,10 @@ def batch_spec(tensor: Tensor, devices: int) -> tuple:
     if not tensor.shape or devices == 1:
         return (None,) * len(tensor.shape)
     if rows % devices:
+        near = [n for n in (rows // devices * devices, (rows // devices + 1) * devices) if n]
         raise InputError(
             f"{tensor.name} has {rows} rows, which {devices} devices do not divide; make the global batch a multiple of {devices} "
-            f"({max(devices, rows // devices * devices)} or {(rows // devices + 1) * devices}), or give your own mesh and specs to trace"
+            f"({' or '.join(map(str, near))}), or give your own mesh and specs to trace"
         )
     return (AXIS, *(None,) * (len(tensor.shape) - 1))
 
