@@ -50,7 +50,8 @@ def choose_stream(work, family: Family, spec: tuple, mesh, hosted: bool, whole_b
     if not hosted:
         return Stream(mode="resident", reason="")
     if family.kind == "joint":
-        return Stream(mode="whole", reason="the update of these arrays is joint, so they move whole, one after the other")
+        why = "its layers are updated in different ways" if len(family.items) > 1 else "the update of these arrays is joint"
+        return Stream(mode="whole", reason=f"{why}, so they move whole, one after the other")
     tensor = next(t for t in work.tensors if t.name == work_param_name(work, family))
     local = local_shape(tensor.shape, spec, mesh)
     itemsize = tensor.bytes // max(1, math.prod(tensor.shape))

@@ -27,8 +27,12 @@ def targets(family: Family) -> list[tuple[str, int]]:
 
 def leaves(family: Family) -> list[tuple[str, int]]:
     """The leaves of the user's trees that the first item of a family replaces."""
-    component = family.items[0].component
-    return [("params", k) for k in component.params] + [("state", k) for k in component.state]
+    return leaves_of(family.items[0])
+
+
+def leaves_of(item: Item) -> list[tuple[str, int]]:
+    """The leaves of the user's trees that one item replaces."""
+    return [("params", k) for k in item.component.params] + [("state", k) for k in item.component.state]
 
 
 def ports(values: Values, family: Family, variables, axis=lambda v: 0) -> tuple[Port, ...]:

@@ -85,7 +85,7 @@ def _at_once(values: Values, family: Family) -> None:
         run = jax.vmap(lambda *args: jaxprs.evaluate(first.jaxpr, args), in_axes=(*([0] * len(slots)), *axes))
         new = run(*given, *shared)[: len(places)]
     else:
-        members = [leaf for item in family.items for leaf in jobs.leaves(family)]
+        members = [leaf for item in family.items for leaf in jobs.leaves_of(item)]
         outs = dict(zip(members, values.whole([values.update.outvar(*leaf) for leaf in members]), strict=True))
         new = [_gather(values, outs, kind, slot) for kind, slot in places]
     for place, value in zip(places, new, strict=True):

@@ -4,7 +4,7 @@ A *family* is one or more components of the update with the arrays they own:
 
     leaf    one component on arrays of the user's tree; may be streamed along an axis of its parameter
     stack   the same program for every layer of a stacked parameter; run over the stack item by item (or under vmap)
-    joint   anything else: run whole
+    joint   anything else (several arrays tied together, or the layers of a stack updated in different ways): run whole
 
 State that belongs to a stacked parameter is stored stacked in the same way.
 """
@@ -67,16 +67,27 @@ def make_families(update: Update, stored: tuple[Stored, ...]) -> tuple[tuple[Fam
             families.append(Family(kind="stack", params=(p,), state=kept, items=items))
             done.update(indices)
     place = {k: p for p, s in enumerate(stored) for k in s.members}
-    for i, component in enumerate(update.components):
-        if i in done:
-            continue
-        params = tuple(dict.fromkeys(place[k] for k in component.params))
-        single = len(params) == 1 and not stored[params[0]].stacked and len(component.params) == 1
-        kept = tuple(store((j,)) for j in component.state)
-        families.append(Family(kind="leaf" if single else "joint", params=params, state=kept, items=(item_of(update, i),)))
+    for together in _sharing(update, place, [i for i in range(len(update.components)) if i not in done]):
+        items = tuple(item_of(update, i) for i in together)
+        params = tuple(dict.fromkeys(place[k] for item in items for k in item.component.params))
+        single = len(items) == len(params) == 1 and not stored[params[0]].stacked and len(items[0].component.params) == 1
+        kept = tuple(store((j,)) for item in items for j in item.component.state)
+        families.append(Family(kind="leaf" if single else "joint", params=params, state=kept, items=items))
     owned = {j for s in state for j in s.members}
     state.extend(Stored(members=(j,)) for j in range(update.state_leaves) if j not in owned)
     return tuple(families), tuple(state)
+
+
+def _sharing(update: Update, place: dict[int, int], indices: list[int]) -> list[list[int]]:
+    """Components in groups: those whose layers are stored in one stack, though they are not one program, must be replaced together."""
+    groups: list[tuple[set[int], list[int]]] = []
+    for i in indices:
+        slots, members = {place[k] for k in update.components[i].params}, [i]
+        for group in [g for g in groups if g[0] & slots]:
+            groups.remove(group)
+            slots, members = slots | group[0], group[1] + members
+        groups.append((slots, members))
+    return [members for _, members in groups]
 
 
 def item_of(update: Update, index: int) -> Item:

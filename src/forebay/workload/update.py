@@ -202,7 +202,11 @@ def _array_owner(eqn, find, free):
 
 
 def _claim_scalars(jaxpr, owner, find, free):
-    """Give each shared scalar equation to the one component that makes and uses it, where there is just one."""
+    """Give each shared scalar equation to the one component from which it is made and that uses it, where there is just one.
+
+    What is made from shared values alone stays shared: the key of one layer is cut from the keys of all at that layer's place, so
+    layers that did it for themselves would not be one program.
+    """
     eqns = jaxpr.jaxpr.eqns
     depends: dict[Any, frozenset] = {}
     for eqn, own in zip(eqns, owner, strict=True):
@@ -214,7 +218,7 @@ def _claim_scalars(jaxpr, owner, find, free):
         eqn = eqns[i]
         if owner[i] is None:
             used_by = set().union(*(users.get(v, set()) for v in eqn.outvars))
-            if len(used_by) == 1 and (only := next(iter(used_by))) not in ("result", "shared") and depends[eqn.outvars[0]] <= {only}:
+            if len(used_by) == 1 and (only := next(iter(used_by))) not in ("result", "shared") and depends[eqn.outvars[0]] == {only}:
                 owner[i] = only
         for v in eqn.invars:
             if not jaxprs.is_literal(v):
