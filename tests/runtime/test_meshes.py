@@ -14,7 +14,7 @@ import forebay as fb
 from forebay.errors import InputError, PlanError
 from forebay.hardware import Hardware
 
-pytestmark = [pytest.mark.usefixtures("small"), pytest.mark.oldest]
+pytestmark = pytest.mark.usefixtures("small")
 
 EVERYTHING = {"parameter": "host", "optimizer": "host", "activation": "host"}
 SPECS = {

@@ -9,7 +9,7 @@ import pytest
 from programs import MODELS
 from resident import assert_equal, planned, resident, trace
 
-pytestmark = [pytest.mark.usefixtures("small"), pytest.mark.oldest]
+pytestmark = pytest.mark.usefixtures("small")
 
 EVERYTHING = {"parameter": "host", "optimizer": "host", "activation": "host"}
 OPTIMIZERS = {

@@ -4,7 +4,6 @@ state, batch -> loss and gradients (planned loss) -> update (resident or streame
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,10 +25,14 @@ class TrainStep:
     def __init__(self, loss_fn: Callable, optimizer: Any, plan: Plan, mesh: Any = None):
         self.loss_fn, self.optimizer, self.plan, self.mesh = loss_fn, optimizer, plan, mesh
         self._jitted: dict[Any, Any] = {}
+        self._traced: dict[Any, int] = {}
+        self._ran: set[Any] = set()
 
     def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
         mesh = self.mesh if self.mesh is not None else _mesh_of(state)
-        return self._on(mesh, state, batch)(state, batch)
+        jitted = self._on(mesh, state, batch)
+        self._ran.add(mesh)
+        return jitted(state, batch)
 
     def trace(self, state: State, batch: Any):
         """The step traced on a state of ShapeDtypeStructs or arrays: ``.lower()`` it, or give the step to ``judge``."""
@@ -40,8 +43,11 @@ class TrainStep:
         return self._on(_mesh_of(state), state, batch).lower(state, batch)
 
     def compiles(self) -> int:
-        """How many programs have been compiled so far: one, in a healthy run."""
-        return sum(jitted._cache_size() for jitted in self._jitted.values())
+        """How many programs have been compiled so far: one, in a healthy run.
+
+        Counted by traces: shardings are given, so one trace is one program (jax's own cache also counts the ways of calling it).
+        """
+        return sum(self._traced[mesh] for mesh in self._ran)
 
     def _on(self, mesh, state, batch):
         if mesh not in self._jitted:
@@ -56,8 +62,13 @@ class TrainStep:
         state_shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
         batch_shardings = jax.tree.map(lambda leaf: leaf.sharding, plan.abstract_batch(mesh))
         plain = named(mesh, (), "hbm")
+
+        def train_step(state, batch):
+            self._traced[mesh] = self._traced.get(mesh, 0) + 1
+            return _step(plan, getattr(mesh, "abstract_mesh", mesh), state, batch)
+
         return jax.jit(
-            functools.partial(_step, plan),
+            train_step,
             donate_argnums=(0,),
             in_shardings=(state_shardings, batch_shardings),
             out_shardings=(state_shardings, _metric_shardings(plan, plain)),
@@ -114,8 +125,8 @@ def _check_batch(plan: Plan, batch):
             )
 
 
-def _step(plan: Plan, state: State, batch: Any):
-    mesh = plan.abstract_mesh()
+def _step(plan: Plan, mesh: Any, state: State, batch: Any):
+    """One step. ``mesh`` is the abstract mesh of the very mesh that the state stands on: jax 0.10 tells it from one without its devices' kind."""
     with jax.sharding.use_abstract_mesh(mesh):
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         values = updating.begin(plan, state.stored_params, state.stored_opt_state, state.stored_copies)

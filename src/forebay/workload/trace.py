@@ -91,7 +91,7 @@ class Workload:
 
     def program_on(self, mesh, microbatches: int = 1) -> Program:
         """The program traced in the context of an abstract mesh (a loss may look at it), on one microbatch."""
-        key = (None if mesh is None else sharding.mesh_shape(mesh), microbatches)
+        key = (mesh, microbatches)
         cache = self.__dict__.setdefault("_programs", {(None, 1): self.program})
         if key not in cache:
             cut = lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // microbatches, *leaf.shape[1:]), leaf.dtype)  # noqa: E731
