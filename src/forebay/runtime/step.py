@@ -126,7 +126,7 @@ def _check_batch(plan: Plan, batch):
 
 
 def _step(plan: Plan, mesh: Any, state: State, batch: Any):
-    """One step. ``mesh`` is the abstract mesh of the very mesh that the state stands on: jax 0.10 tells it from one without its devices' kind."""
+    """One step. ``mesh``: the abstract mesh of the state's own mesh, which jax 0.10 tells from one that does not know its devices' kind."""
     with jax.sharding.use_abstract_mesh(mesh):
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         values = updating.begin(plan, state.stored_params, state.stored_opt_state, state.stored_copies)
