@@ -298,6 +298,16 @@ def test_a_tree_of_one_leaf_and_a_batch_with_scalars():
     assert [e.name for e in plan.role("parameter")] == ["parameter:."]
 
 
+@pytest.mark.oldest
+def test_the_gradient_of_a_host_parameter_that_no_loop_layers_stands_where_the_plan_says():
+    """A stack of one layer is fetched whole, and its gradient is so small that it is planned on the device: found by test_random."""
+    loss, params = FORMS["one_layer_alone"]()
+    program, adafactor = Program(loss_fn=loss, params=params, batch=batch), optax.adafactor(1e-2, min_dim_size_to_factor=4)
+    for rules in ({"parameter": "host"}, {"parameter:layers/scale": "host"}, {"parameter": "host", "optimizer:*/embed": "host"}):
+        got, _ = planned(program, adafactor, rules, steps=2)
+        assert_equal(got, resident(program, adafactor, steps=2), 1e-10)
+
+
 def test_scalars_stay_on_the_device():
     loss, params = FORMS["a_stack_scaled_by_a_trained_scalar"]()
     program = Program(loss_fn=loss, params=params, batch=batch)

@@ -18,7 +18,7 @@ from forebay.runtime import jobs as make
 from forebay.runtime import loss as planned
 from forebay.runtime import streaming
 from forebay.runtime.layers import Fused, LayerPass, is_float
-from forebay.runtime.streaming import HOST, Job, Port
+from forebay.runtime.streaming import DEVICE, HOST, Job, Port
 from forebay.runtime.values import Values
 from forebay.workload import jaxprs
 from forebay.workload.program import LayerLoop, Program
@@ -32,7 +32,7 @@ def loss_and_gradients(plan: Plan, program: Program, values: Values | None, para
     if not any(managed(plan, loop) for loop in program.loops):
         run = jax.value_and_grad(planned.planned_loss(plan, program), has_aux=True)
         (loss, (aux, new_extra)), grads = run(tuple(params), extra, batch, key)
-        return loss, aux, new_extra, dict(enumerate(grads))
+        return loss, aux, new_extra, {p: _in_place(plan, p, g) for p, g in enumerate(grads)}
     tape = _Tape(plan, program, values)
     tape.env = planned.start(plan, program, params, extra, batch, key)
     tape.forward()
@@ -44,6 +44,13 @@ def loss_and_gradients(plan: Plan, program: Program, values: Values | None, para
             values.receive(tape.backward(loss), loss)
             tape.job = make.final_job
     return loss, aux, new_extra, tape.backward(loss)
+
+
+def _in_place(plan: Plan, p: int, gradient):
+    """A gradient where the plan puts it: the natural place of a host parameter's is the host, and a small one is planned on the device."""
+    if plan.role("parameter")[p].placement == plan.role("gradient")[p].placement:
+        return gradient
+    return jax.device_put(gradient, HOST if plan.role("gradient")[p].placement == "host" else DEVICE)
 
 
 def managed(plan: Plan, loop: LayerLoop) -> bool:
