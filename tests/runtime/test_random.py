@@ -1,6 +1,7 @@
 """Random programs: trees, shardings, placements and optimizers drawn together; planned steps equal resident ones, nothing crashes.
 
-Few examples, always the same ones: a longer search is ``FOREBAY_EXAMPLES=500 pytest tests/runtime/test_random.py``.
+Few examples, always the same ones, and no search for a smaller one, since each try is a compile. A longer search:
+``FOREBAY_EXAMPLES=500 pytest tests/runtime/test_random.py``.
 """
 
 import os
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -118,7 +119,7 @@ def some_specs(data, drawn, params):
 
 
 @settings(
-    max_examples=int(os.environ.get("FOREBAY_EXAMPLES", "14")), deadline=None, derandomize=True, database=None,
+    max_examples=int(os.environ.get("FOREBAY_EXAMPLES", "14")), deadline=None, derandomize=True, database=None, phases=[Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
 )  # fmt: skip
 @given(data=st.data())
