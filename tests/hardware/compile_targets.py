@@ -19,6 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from forebay.hardware import Hardware
+from forebay.hardware.targets import tpu_host_bounds
 
 SIZE, ROWS = 1024, 256
 
@@ -41,7 +42,9 @@ def measure(machine: Hardware) -> dict:
 def _devices(machine: Hardware) -> list:
     target = machine.target
     if target.platform == "tpu":
-        return topologies.get_topology_desc(target.topology, platform="tpu").devices
+        bounds = tpu_host_bounds(target.topology)
+        given = {} if bounds is None else {"chips_per_host_bounds": bounds}
+        return topologies.get_topology_desc(target.topology, platform="tpu", **given).devices
     options = {"target_config": target.target_config, "topology": target.topology}
     return topologies.get_topology_desc("", platform="cuda", **options).devices
 

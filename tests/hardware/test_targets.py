@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from forebay.hardware import Hardware, catalog_names
+from forebay.hardware.targets import tpu_host_bounds
 
 pytestmark = pytest.mark.oldest
 
@@ -48,6 +49,14 @@ def test_a_tpu_is_a_topology():
     assert (target.platform, target.topology, target.target_config) == ("tpu", "tpu7x:4x4x4", None)
 
 
+@pytest.mark.parametrize(
+    ("topology", "bounds"),
+    [("v5p:1x1x1", (1, 1, 1)), ("v5e:1x1", (1, 1, 1)), ("tpu7x:2x1x1", (2, 1, 1)), ("v5e:2x4", None), ("v5p:2x2x1", None)],
+)
+def test_a_slice_smaller_than_a_host_says_so(topology, bounds):
+    assert tpu_host_bounds(topology) == bounds
+
+
 def _compile(names: list[str]) -> dict:
     script = Path(__file__).with_name("compile_targets.py")
     done = subprocess.run([sys.executable, str(script), *names], capture_output=True, text=True, timeout=540, check=False)
@@ -72,4 +81,4 @@ def test_xla_gpu_compiles_for_every_gpu_and_keeps_the_host_argument():
 @pytest.mark.compiler
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 def test_libtpu_compiles_for_every_tpu_and_keeps_the_host_argument():
-    _check(_compile([*TPUS, "tpu-v5e:4x4", "tpu-v5p:2x2x2", "tpu-7x:1x1x1"]))
+    _check(_compile([*TPUS, "tpu-v5e:4x4", "tpu-v5p:2x2x2", "tpu-7x:1x1x1", "tpu-v5p:1x1x1"]))

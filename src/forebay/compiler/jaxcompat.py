@@ -14,6 +14,8 @@ from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir
 from jax.experimental import topologies
 
+from forebay.hardware.targets import tpu_host_bounds
+
 
 @dataclasses.dataclass(frozen=True)
 class AbsentClient:
@@ -135,7 +137,9 @@ def topology_devices(platform: str, topology: str, target_config: str | None, pa
         return jax.devices("cpu")[:partitions]
     if platform == "cuda":
         return topologies.get_topology_desc("", platform="cuda", target_config=target_config, topology=topology).devices[:partitions]
-    return topologies.get_topology_desc(topology, platform=platform).devices[:partitions]
+    bounds = tpu_host_bounds(topology)
+    given = {} if bounds is None else {"chips_per_host_bounds": bounds}
+    return topologies.get_topology_desc(topology, platform=platform, **given).devices[:partitions]
 
 
 def parse(bytecode: bytes):

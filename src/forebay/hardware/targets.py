@@ -36,6 +36,15 @@ def target_of(chip: Chip, topology: str) -> Target:
     return Target(platform=chip.platform, topology=topology, target_config=config)
 
 
+def tpu_host_bounds(topology: str) -> tuple[int, int, int] | None:
+    """Chips of one host, x by y by z, of a libtpu topology that is smaller than a whole host of 2x2x1, such as ``v5p:1x1x1``; else None.
+
+    libtpu before 0.0.50 takes every host for a whole one and refuses such a topology unless it is told.
+    """
+    x, y, *_ = (int(n) for n in topology.partition(":")[2].split("x"))
+    return (min(x, 2), min(y, 2), 1) if x < 2 or y < 2 else None
+
+
 def gpu_target_config(chip: Chip) -> str:
     """XLA's description of ``chip`` as a text proto; ``chip.hbm_bytes``, given or the catalog's, is its memory."""
     figures = {name: figure.value for name, figure in chip.xla.items()}
