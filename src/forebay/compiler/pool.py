@@ -70,7 +70,7 @@ class Worker:
             self._requests.flush()
         except BrokenPipeError:
             return self._died(printed, start)
-        stopped = self._wait(start + time_limit_seconds, memory_limit_bytes)
+        stopped = self._wait(start, time_limit_seconds, memory_limit_bytes)
         if stopped:
             self.process.kill()
             messages = self._printed(printed)
@@ -87,13 +87,12 @@ class Worker:
         compressed = hlo.read_bytes() if reply["status"] == kinds.COMPILED else b""
         return Outcome(**reply, messages=self._printed(printed), hlo_gzip=compressed)
 
-    def _wait(self, deadline: float, memory_limit_bytes: int) -> tuple[str, str] | None:
+    def _wait(self, start: float, time_limit_seconds: float, memory_limit_bytes: int) -> tuple[str, str] | None:
         """``None`` once a reply or the end of the worker is there; otherwise which limit was passed."""
-        start = time.monotonic()
         while not select.select([self._replies], [], [], _POLL_SECONDS)[0]:
-            if time.monotonic() > deadline:
-                limit = deadline - start
-                return kinds.TIMED_OUT, f"the compile was stopped after the time limit of {limit:.3g} s; give time_limit_seconds= more"
+            if time.monotonic() > start + time_limit_seconds:
+                said = f"the compile was stopped after the time limit of {time_limit_seconds:.3g} s"
+                return kinds.TIMED_OUT, f"{said}; give time_limit_seconds= more"
             resident = self.resident_bytes()
             if resident > memory_limit_bytes:
                 return kinds.OVER_MEMORY, (
