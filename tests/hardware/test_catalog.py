@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 from forebay.errors import InputError
-from forebay.hardware import Chip, Quantity, catalog_names
+from forebay.hardware import Chip, Hardware, Quantity, catalog_names
 from forebay.hardware.catalog import find_by_description, lookup
 
 pytestmark = pytest.mark.oldest
@@ -124,3 +124,8 @@ def test_a_driver_name_finds_its_chip():
     assert find_by_description("NVIDIA H200").name == "h200"
     assert find_by_description("NVIDIA A100 80GB PCIe").name == "a100-pcie-80"
     assert find_by_description("Radeon") is None
+
+
+@pytest.mark.parametrize(("short", "full"), [("a100-80:4", "a100-sxm-80:4"), ("A100-40", "a100-sxm-40:1")])
+def test_the_usual_short_name_is_the_usual_form(short, full):
+    assert Hardware.named(short).name == full

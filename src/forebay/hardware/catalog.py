@@ -30,7 +30,7 @@ def lookup(name: str) -> Chip:
         InputError: no such chip, with the nearest names.
     """
     chips = _chips()
-    for known, chip in chips.items():
+    for known, chip in [*chips.items(), *((short, chips[full]) for short, full in _short_names().items())]:
         if _squash(known) == _squash(name):
             return chip
     variants = [known for known in chips if _squash(name) and _squash(known).startswith(_squash(name))]
@@ -49,9 +49,21 @@ def _squash(name: str) -> str:
 
 
 @functools.cache
-def _chips() -> dict[str, Chip]:
+def _tables() -> list[dict]:
     files = sorted(importlib.resources.files("forebay.hardware").joinpath("data").iterdir(), key=lambda file: file.name)
-    tables = [tomllib.loads(file.read_text("utf-8")) for file in files if file.name.endswith(".toml")]
+    return [tomllib.loads(file.read_text("utf-8")) for file in files if file.name.endswith(".toml")]
+
+
+@functools.cache
+def _short_names() -> dict[str, str]:
+    """What people write for the usual form of a chip (``a100-80`` is the SXM module), to its name."""
+    records = {name: record for table in _tables() for name, record in table.get("chip", {}).items()}
+    return {short: name for name, record in records.items() for short in record.get("short_names", ())}
+
+
+@functools.cache
+def _chips() -> dict[str, Chip]:
+    tables = _tables()
     sources = {key: source for table in tables for key, source in table.get("source", {}).items()}
     families = {key: family for table in tables for key, family in table.get("family", {}).items()}
     common = next(table["xla"] for table in tables if "xla" in table)
@@ -68,6 +80,7 @@ class _Reader:
 
     def chip(self, name: str, record: dict) -> Chip:
         record = {**record, "driver_names": tuple(record.get("driver_names", ()))}
+        record.pop("short_names", None)
         platform = record.pop("platform", "cuda")
         family = record.pop("family", None)
         tables = {"link": Link, "interconnect": Fabric, "nic": Fabric, "host": Host}
