@@ -6,13 +6,13 @@ update can run right there and no gradient is ever stored. The loop's own deriva
 
     forward   i = 0..L-1:   w = ahead;  ahead = fetch(stack, i+1);   x, saved[i] = vjp(body, x, w)
     backward  i = L-1..0:   w = ahead
-                            update layer i+1 with its pending gradient, leaf by leaf: read state, write all back in place
+                            dx, pending = saved[i](dx)                        <- the matmuls that hide these copies:
+                            beside it, update layer i+1 with its pending gradient, leaf by leaf: read state, write all back in place
                             ahead = fetch(stack, i-1)                        <- after the write to the same stack
-                            dx, pending = saved[i](dx)                        <- the matmuls that hide these copies
     at the end              update layer 0
 
-The update of a layer is delayed by one iteration: it does not depend on this iteration's matmuls, so the scheduler may run
-its copies beside them. In the first iteration there is nothing to update, and what stands there is written back.
+The update of a layer is delayed by one iteration, so that it does not depend on this iteration's matmuls; ``interleave`` spreads its
+copies over them. In the first iteration there is nothing to update, and what stands there is written back.
 
 Cost: HBM holds the weights of two layers and one layer's gradient beside the slices of two leaves of state. With the option
 ``prefetch=0`` a layer is fetched when its turn comes: a layer less in HBM, and its copy beside nothing but its own first matmuls.
@@ -29,9 +29,10 @@ from jax import lax
 
 from forebay.plan import Plan
 from forebay.runtime import copies
+from forebay.runtime.interleave import shares_of, spread
 from forebay.runtime.loss import DEVICE, Waiting, checkpointing
-from forebay.runtime.streaming import HOST, Job, visit
-from forebay.workload import residuals
+from forebay.runtime.streaming import HOST, Job, run_steps, steps, visit
+from forebay.workload import jaxprs, residuals
 from forebay.workload.program import LayerLoop
 from forebay.workload.sharding import named
 
@@ -175,12 +176,18 @@ class LayerPass:
         def body(carry, xs):
             i, plain, saved, ys = xs
             table, sums = dict(zip(slots, carry["arrays"], strict=True)), carry["sums"]
-            if fused.jobs:
-                given = self._given(fused, slot_of, carry["done"], carry["pending"])
-                sums = visit(fused.jobs, table, sums, self._next(i, True), given, live=i != first)
-            stacks = {k: table.get(copies.slot_of(self.plan, w.param), w.value) for k, w in self.waits.items()}
-            weights, ahead = self._now(carry["weights"], stacks, i), self._ahead(stacks, i, False)
-            d_const, d_carry, d_weights, d_plain = self._pull(weights, plain, saved, [*carry["ct"], *ys])
+            stacks_of = lambda: {k: table.get(copies.slot_of(self.plan, w.param), w.value) for k, w in self.waits.items()}  # noqa: E731
+            given = self._given(fused, slot_of, carry["done"], carry["pending"]) if fused.jobs else {}
+            chain = steps(fused.jobs, table, sums, self._next(i, True), given, live=i != first)
+            if fused.jobs and self.plan.options["prefetch"]:
+                weights = carry["weights"]
+                pulled, sums = self._beside(chain, shares_of(fused.jobs, table, given), (weights, plain, saved, [*carry["ct"], *ys]))
+            else:  # a layer is fetched when its turn comes, and so behind all writes to its stack
+                sums = run_steps(chain, len(fused.jobs))
+                weights = self._now(carry["weights"], stacks_of(), i)
+                pulled = self._pull(weights, plain, saved, [*carry["ct"], *ys])
+            d_const, d_carry, d_weights, d_plain = pulled
+            ahead = self._ahead(stacks_of(), i, False)
             pending = {k: d_weights[k] for k in consumed}
             out = {
                 "ct": d_carry, "consts": [a + b for a, b in zip(carry["consts"], d_const, strict=True)],
@@ -236,6 +243,20 @@ class LayerPass:
                 given["params", p] = lax.with_sharding_constraint(weights[slot_of[p]][None], pin)
             given["grads", p] = lax.with_sharding_constraint(gradients[slot_of[p]][None], pin)
         return given
+
+    def _beside(self, chain, shares, operands):
+        """The layer's derivative with a chain of updates spread over it: what ``_pull`` gives, and the chain's sums."""
+        flat, tree = jax.tree.flatten(operands)
+        out_tree = None
+
+        def pull(*leaves):
+            nonlocal out_tree
+            outs, out_tree = jax.tree.flatten(self._pull(*jax.tree.unflatten(tree, leaves)))
+            return outs
+
+        program = jaxprs.inline(jax.make_jaxpr(pull)(*flat), also=jaxprs.REMAT)
+        outs, sums = spread(chain, shares, program, flat)
+        return jax.tree.unflatten(out_tree, outs), sums
 
     def _pull(self, weights, plain, saved, cotangents):
         """The layer's derivative, from what was saved and from the operands that are at hand again."""

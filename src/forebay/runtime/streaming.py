@@ -14,7 +14,7 @@ Evidence: 320 MiB against 768 MiB for whole-state offload, host temp 0 (docs/evi
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -89,6 +89,29 @@ def visit(
     ``table`` is changed. ``given``: slices that are on the device already, by slot. Where ``live`` is False, what stands there is
     written back.
     """
+    return run_steps(steps(jobs, table, sums, at, given, live, starts), len(jobs))
+
+
+def run_steps(chain: Generator, count: int) -> Any:
+    """The result of a chain of ``count`` steps, each behind the one before it."""
+    try:
+        held = next(chain)
+        while True:
+            count -= 1
+            held = chain.send(lax.optimization_barrier(held) if count else held)
+    except StopIteration as end:
+        return end.value
+
+
+def steps(
+    jobs: list[Job], table: dict[Any, Any], sums: list[list[Any]], at, given: dict[Any, Any] | None = None, live=None, starts=None
+) -> Generator[Any, Any, list[list[Any]]]:
+    """``visit`` as a generator, with a step for each job.
+
+    A step yields what its update made and the host stacks that the next job reads, and is sent the same behind a barrier: the write and
+    the next reads start behind that, side by side. The barrier stands on the stacks, not on the index: XLA does not see through an index
+    behind a barrier, and makes the read a kernel over the link instead of a copy.
+    """
     out = []
     given = given or {}
     starts = starts or [_start(job, at) for job in jobs]
@@ -97,8 +120,10 @@ def visit(
         new, partial = job.compute(start, job.size, current)
         if live is not None:
             new, partial = _unless(live, job, current, new, partial)
-        if k + 1 < len(jobs):
-            new, partial = _then(new, partial, jobs[k + 1], table, given)
+        following = jobs[k + 1].reads if k + 1 < len(jobs) else ()
+        slots = [port.slot for port in following if port.host and port.slot not in given]
+        (new, partial), stacks = yield (new, partial), [table[slot] for slot in slots]
+        table.update(zip(slots, stacks, strict=True))
         for port, value in zip(job.writes, new, strict=True):
             value = jax.device_put(value, HOST) if port.host else value
             begins = start - port.first if port.first else start
@@ -111,18 +136,6 @@ def _start(job: Job, at):
     """Where slice number ``at`` of a job begins; written so that a loop over whole layers indexes by its own counter."""
     start = at * job.size if job.size > 1 else at
     return start + job.first if job.first else start
-
-
-def _then(new, partial, following: Job, table: dict[Any, Any], given: dict[Any, Any]):
-    """Let the host stacks of the next job exist only once this update is done: its reads then run beside this job's writes.
-
-    The barrier stands on the stacks, not on the index: XLA no longer sees through an index behind a barrier, and makes the
-    read a kernel over the link instead of a copy.
-    """
-    slots = [port.slot for port in following.reads if port.host and port.slot not in given]
-    (new, partial), stacks = lax.optimization_barrier(((new, partial), [table[slot] for slot in slots]))
-    table.update(zip(slots, stacks, strict=True))
-    return new, partial
 
 
 def _unless(live, job: Job, current, new, partial):
