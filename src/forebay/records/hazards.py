@@ -46,7 +46,7 @@ HAZARDS = (
         message="Only two host slices are in flight at once; the others show no overlap with compute.",
         action="Compile with xla_gpu_experimental_parallel_async_compute_limit=16.",
         options={"xla_gpu_experimental_parallel_async_compute_limit": 16},
-        source="the option's default of 2; on 0.12.0.1 the reads of a 70B backward loop take turns with it and do not with 8 (docs/evidence.md)",
+        source="the option's default of 2; on 0.12.0.1 the reads of a 70B backward loop take turns with it, not with 8",
     ),
     KnownHazard(
         id="pipelined-host-offload",

@@ -1,15 +1,16 @@
 """The copies of a fused update spread over the arithmetic of the layer that runs beside it.
 
-XLA's scheduler gives every copy the same cost, so it runs a chain of reads, updates and writes through at the start of a loop's body, with
-nothing beside it, and the layer's matmuls after it. Here the layer's backward pass is evaluated equation by equation, and at points that share
-its arithmetic as the chain's steps share their bytes, a barrier ties the two:
+XLA's scheduler gives every copy the same cost, so it runs a chain of reads, updates and writes through at the start of a loop's
+body, with nothing beside it, and the layer's matmuls after it. Here the layer's backward pass is evaluated equation by equation, and
+at points that share its arithmetic as the chain's steps share their bytes, a barrier ties the two:
 
     backward:  e1 e2 ... x1 | ... x2 | ... x3 | ... en          x_k: the value at hand at the k-th point
     chain:     read 1       | write 1, read 2 | write 2, read 3 | write 3
 
-What comes after x_k waits for update k, and update k's write and the next read start behind x_k: each runs beside the arithmetic up to the
-next point. Cost: the slices of one leaf more. On Llama-3.1-70B over 8 H100 with its MLP on the host the backward loop is forecast at 6.4 s in
-place of 9.6 s, 4.6 s of it matmuls. Limits: arithmetic is counted in matmuls, those of inner calls included; a layer without any runs first.
+What comes after x_k waits for update k, and update k's write and the next read start behind x_k: each runs beside the arithmetic up
+to the next point. Cost: the slices of one leaf more. On Llama-3.1-70B over 8 H100 with its MLP on the host the backward loop is
+forecast at 6.4 s in place of 9.6 s, 4.6 s of it matmuls. Limits: arithmetic is counted in matmuls, those of inner calls included; a
+layer without any runs first.
 """
 
 import math
@@ -23,7 +24,7 @@ from forebay.workload import jaxprs
 
 
 def spread(chain: Generator, shares: Sequence[float], program: Any, args: Sequence[Any]) -> tuple[list[Any], Any]:
-    """Results of ``program`` (a ClosedJaxpr) on ``args``, and of ``chain`` (``streaming.steps``), whose steps take ``shares`` of the time."""
+    """Results of ``program`` (a ClosedJaxpr) on ``args``, and of ``chain`` (``streaming.steps``), whose steps end at ``shares`` of it."""
     env: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     env.update(zip(program.jaxpr.invars, args, strict=True))
     points = _points(program.jaxpr.eqns, shares)
@@ -48,7 +49,7 @@ def _advance(chain: Generator, held: Any) -> tuple[Any, Any]:
 
 
 def shares_of(jobs: Sequence[Job], table: dict[Any, Any], given: dict[Any, Any]) -> list[float]:
-    """For each step of a chain, the part of its time that has passed when it ends: bytes read so far; the last write runs behind them all."""
+    """For each step of a chain, the part of its time that has passed when it ends: bytes read so far, then the last write."""
     read = [sum(_slice_bytes(job, port, table) for port in job.reads if port.host and port.slot not in given) for job in jobs]
     total = sum(read) + read[-1]
     return [sum(read[: k + 1]) / total if total else 1.0 for k in range(len(read))]
