@@ -11,3 +11,4 @@ _CACHE = tempfile.TemporaryDirectory(prefix="forebay-test-cache-")
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["FOREBAY_CACHE"] = _CACHE.name
+os.environ["FOREBAY_MACHINES"] = os.path.join(_CACHE.name, "machines")

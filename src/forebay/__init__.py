@@ -7,6 +7,7 @@ import importlib
 
 _HOME = {
     "Hardware": "forebay.hardware",
+    "probe": "forebay.hardware",
     "Workload": "forebay.workload",
     "trace": "forebay.workload",
     "Plan": "forebay.plan",

@@ -117,6 +117,15 @@ def _hardware(words: list[str]) -> int:
     return DONE
 
 
+def _probe(words: list[str]) -> int:
+    from forebay.hardware import probe
+    from forebay.report.probe import ProbeCommand, render_machine
+
+    command = _parse("probe", ProbeCommand, words)
+    print(render_machine(probe(command.name, tell=lambda what: print(f"measuring: {what}", file=sys.stderr))))
+    return DONE
+
+
 def _parse(name: str, what: Callable, words: list[str]):
     """What tyro makes of ``words``: an instance of a dataclass, or the result of a function."""
     import tyro
@@ -136,5 +145,8 @@ COMMANDS = {
     "plan": Command(run=_plan, summary="what a train step needs on a machine that is not here, from that machine's real compiler"),
     "explain": Command(run=_explain, summary="what a plan.json says: where each tensor stands, why, and what the compiler made of it"),
     "train": Command(run=_train, summary="train a Llama-family model on text, under a plan"),
+    "probe": Command(
+        run=_probe, summary="measure this machine: host link, DRAM, device memory, matmuls; kept and used from then on by name"
+    ),
     "hardware": Command(run=_hardware, summary="the machines that forebay knows, every figure with its source"),
 }

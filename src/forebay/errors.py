@@ -28,6 +28,10 @@ class CheckpointError(ForebayError):
     """A checkpoint could not be written or read; what was saved before is untouched."""
 
 
+class MeasurementError(ForebayError):
+    """A measurement on this machine failed, or what was measured could not be kept."""
+
+
 class UnsupportedError(ForebayError):
     """A construct that forebay recognises and refuses by name."""
 

@@ -13,6 +13,7 @@ import tomllib
 from forebay.errors import InputError, nearest
 from forebay.hardware.chip import Chip, Fabric, Host, Link
 from forebay.hardware.quantity import Quantity
+from forebay.hardware.store import stored_names
 from forebay.units import parse_bytes
 
 _NOT_FIGURES = ("name", "domain_chips", "chips", "bounds")
@@ -27,14 +28,14 @@ def lookup(name: str) -> Chip:
     """The chip called ``name``; upper case, ``_`` and missing hyphens are forgiven.
 
     Raises:
-        InputError: no such chip, with the nearest names.
+        InputError: no such chip, with the nearest names, those of measured machines among them.
     """
     chips = _chips()
     for known, chip in [*chips.items(), *((short, chips[full]) for short, full in _short_names().items())]:
         if _squash(known) == _squash(name):
             return chip
     variants = [known for known in chips if _squash(name) and _squash(known).startswith(_squash(name))]
-    hint = f"choose {' or '.join(variants)}" if variants else nearest(name.lower(), chips)
+    hint = f"choose {' or '.join(variants)}" if variants else nearest(name.lower(), [*chips, *stored_names()])
     raise InputError(f"no machine is called {name!r}: {hint} (`forebay hardware` lists them all)")
 
 

@@ -94,6 +94,32 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sustained:
+    """What one chip was measured to reach (``forebay probe``), beside its peaks; empty where nobody measured.
+
+    ``hbm_bytes_per_second`` is a triad's, two arrays read and one written. ``matmul_flops`` holds operations per second of square
+    products by dtype and then by side.
+    """
+
+    hbm_bytes_per_second: Quantity | None = None
+    matmul_flops: dict[str, dict[int, Quantity]] = field(default_factory=dict)
+
+    def to_json(self) -> dict:
+        """A dict of plain values."""
+        curves = {d: {str(side): rate.to_json() for side, rate in curve.items()} for d, curve in self.matmul_flops.items()}
+        return {"hbm_bytes_per_second": _json(self.hbm_bytes_per_second), "matmul_flops": curves}
+
+    @classmethod
+    def from_json(cls, record: dict) -> "Sustained":
+        """The rates that ``to_json`` wrote."""
+        curves = record["matmul_flops"].items()
+        return cls(
+            hbm_bytes_per_second=Quantity.known_or_none(record["hbm_bytes_per_second"]),
+            matmul_flops={d: {int(side): Quantity.from_json(rate) for side, rate in curve.items()} for d, curve in curves},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
     """A chip of the catalog, or the one found on this machine. Rates are bytes or floating-point operations per second, dense, per chip."""
 
@@ -121,6 +147,7 @@ class Chip:
     """TPU only, else 0: the chips of one pod."""
     xla: dict[str, Quantity] = field(default_factory=dict)
     """GPU only: the figures of XLA's description of the device, by XLA's names."""
+    sustained: Sustained = Sustained()
 
     def __post_init__(self):
         assert self.vendor in ("nvidia", "google", "cpu") and self.platform in ("cuda", "tpu", "cpu"), self
@@ -130,7 +157,7 @@ class Chip:
         """A dict of plain values, enough to rebuild the chip without the catalog."""
         plain = ("name", "description", "vendor", "platform", "derived", "devices_per_chip", "compiler_name", "pod_chips", "cores")
         record = {name: getattr(self, name) for name in plain} | {"driver_names": list(self.driver_names)}
-        for name in ("hbm_bytes", "hbm_bytes_per_second", "link", "interconnect", "nic", "host"):
+        for name in ("hbm_bytes", "hbm_bytes_per_second", "link", "interconnect", "nic", "host", "sustained"):
             record[name] = _json(getattr(self, name))
         for name in ("peak_flops", "xla"):
             record[name] = {key: figure.to_json() for key, figure in getattr(self, name).items()}
@@ -142,6 +169,8 @@ class Chip:
         fields = {**record, "driver_names": tuple(record["driver_names"])}
         for name, reader in {"link": Link, "interconnect": Fabric, "nic": Fabric, "host": Host, "hbm_bytes": Quantity}.items():
             fields[name] = reader.from_json(record[name])
+        if "sustained" in record:  # plans from before `forebay probe` have none
+            fields["sustained"] = Sustained.from_json(record["sustained"])
         fields["hbm_bytes_per_second"] = Quantity.known_or_none(record["hbm_bytes_per_second"])
         for name in ("peak_flops", "xla"):
             fields[name] = {key: Quantity.from_json(figure) for key, figure in record[name].items()}

@@ -36,8 +36,18 @@ def parse(text: str) -> Request:
     """
     if not isinstance(text, str) or not text.strip():
         raise InputError(f"{text!r} is not the name of a machine; write one such as h100-sxm:8 or tpu-v5p:2x2x1")
-    name, colon, shape = text.strip().partition(":")
-    chip = lookup(name)
+    return parse_shape(lookup(text.strip().partition(":")[0]), text)
+
+
+def parse_shape(chip: Chip, text: str) -> Request:
+    """The machine that ``text`` makes of ``chip``: what stands behind the colon is read, and ``chip.name`` is the name before it.
+
+    Raises:
+        InputError: as ``parse``, but for the chip; or a CPU, of which there is one.
+    """
+    _, colon, shape = text.strip().partition(":")
+    if chip.platform == "cpu":
+        raise InputError(f"{text!r}: {chip.name} is a CPU machine, which has no number of devices; write {chip.name} alone")
     if colon and not shape:
         raise InputError(f"{text!r} ends in a colon; write {_example(chip)}, or {chip.name} alone")
     if chip.platform == "tpu":

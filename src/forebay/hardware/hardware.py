@@ -7,7 +7,7 @@ devices on a chip, and nowhere else.
 from dataclasses import dataclass, replace
 
 from forebay.errors import InputError, PlanError
-from forebay.hardware import budget, grammar, targets
+from forebay.hardware import budget, grammar, store, targets
 from forebay.hardware.budget import Budget
 from forebay.hardware.chip import Chip, Fabric, Link
 from forebay.hardware.quantity import Quantity
@@ -39,15 +39,22 @@ class Hardware:
 
     @classmethod
     def named(cls, name: str, *, host_ram: str | int | None = None, hbm: str | int | None = None) -> "Hardware":
-        """The machine ``name`` of the catalog, with the RAM of each host and the raw HBM of each *chip* replaced where given.
+        """The machine ``name`` of the catalog, or one that ``forebay probe`` measured; the RAM of each host and the raw HBM of each *chip*
+        are replaced where given.
 
-        ``name`` is a chip, and after a colon devices (``h100-sxm:16``), hosts x devices (``h100-sxm:2x8``) or a TPU topology in chips
-        (``tpu-v5p:2x2x1``). ``host_ram`` and ``hbm`` are sizes such as ``"2TiB"`` or bytes.
+        ``name`` is a chip or a measured machine, and after a colon devices (``h100-sxm:16``), hosts x devices (``h100-sxm:2x8``) or a TPU
+        topology in chips (``tpu-v5p:2x2x1``). ``host_ram`` and ``hbm`` are sizes such as ``"2TiB"`` or bytes.
 
         Raises:
             InputError: the name or a size cannot be read, with the nearest name or the numbers.
         """
-        request = grammar.parse(name)
+        measured = store.find_name(name)
+        if measured:
+            from forebay.hardware.machine import load
+
+            request = load(measured).request(name.strip())
+        else:
+            request = grammar.parse(name)
         chip = _with_sizes(request.chip, hbm, host_ram)
         device_bytes = int(chip.hbm_bytes) // chip.devices_per_chip
         return cls(
@@ -61,10 +68,14 @@ class Hardware:
 
     @classmethod
     def here(cls) -> "Hardware":
-        """The machine this process runs on, found without starting a jax backend; the CPU where there is no accelerator."""
-        from forebay.hardware.here import find_here
+        """The machine this process runs on, found without starting a jax backend; the CPU where there is no accelerator.
 
-        return find_here()
+        Figures that ``forebay probe`` measured on it are taken in place of the catalog's.
+        """
+        from forebay.hardware.here import find_here
+        from forebay.hardware.machine import with_measured
+
+        return with_measured(find_here())
 
     @property
     def devices(self) -> int:

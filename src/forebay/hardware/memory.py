@@ -14,6 +14,16 @@ def host_ram_bytes(root: Path = Path("/")) -> tuple[int, str]:
     return (limit, limited_by) if limit < total[0] else total
 
 
+def free_host_bytes(root: Path = Path("/")) -> int:
+    """Bytes of RAM that can be taken now without swapping: what the kernel calls available, at most this process's limit."""
+    limit, _ = host_ram_bytes(root)
+    meminfo = root / "proc/meminfo"
+    for line in meminfo.read_text().splitlines() if meminfo.is_file() else []:
+        if line.startswith("MemAvailable:"):
+            return min(limit, int(line.split()[1]) * 1024)
+    return limit // 2  # a kernel that does not say: half is a careful part
+
+
 def _kernel_total(root: Path) -> tuple[int, str]:
     meminfo = root / "proc/meminfo"
     for line in meminfo.read_text().splitlines() if meminfo.is_file() else []:

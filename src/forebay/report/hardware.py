@@ -15,6 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from forebay.hardware import Fabric, Hardware, Link, Quantity, catalog_names
+from forebay.hardware.chip import Sustained
+from forebay.hardware.machine import load_all
 from forebay.units import show_bytes
 
 PIPE_WIDTH = 160
@@ -27,11 +29,11 @@ class HardwareCommand:
     """Words of ``forebay hardware``."""
 
     name: tyro.conf.Positional[str | None] = None
-    """A machine such as h100-sxm:8, h100-sxm:2x8 or tpu-v5p:2x2x1; without it, the whole catalog."""
+    """A machine such as h100-sxm:8, h100-sxm:2x8 or tpu-v5p:2x2x1, or a measured one by its name; without it, all of them."""
 
 
 def render_catalog() -> str:
-    """The catalog as text: one row for each chip, with what decides whether a model fits and how fast it moves."""
+    """The catalog and the measured machines as text: one row for each, with what decides whether a model fits and how fast it moves."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("machine", no_wrap=True)
     for heading in ("HBM", "HBM TB/s", "bf16 TFLOP/s", "to device GB/s", "to host GB/s", "per host", "host RAM"):
@@ -39,12 +41,15 @@ def render_catalog() -> str:
     table.add_column("between devices, GB/s each way")
     for name in catalog_names():
         table.add_row(*_catalog_row(Hardware.named(name)))
+    for machine in load_all():
+        hardware = machine.hardware
+        table.add_row(f"{machine.name}, measured", *_catalog_row(hardware)[1:])
     notes = (
         "Per jax device, raw sizes; dense peaks. `forebay hardware NAME` gives every figure and its source. "
         "Write NAME:8 for 8 devices, NAME:2x8 for hosts x devices, and a TPU as its topology: tpu-v5p:2x2x1.\n"
         "* the compiler's figures are derived from the chip's family; XLA publishes none for it."
     )
-    return _text(Group(table, Text(notes)))
+    return to_text(Group(table, Text(notes)))
 
 
 def _catalog_row(hardware: Hardware) -> list[str]:
@@ -75,7 +80,7 @@ def render_hardware(hardware: Hardware) -> str:
     cited.add_column(overflow="fold")
     for source, number in sources.items():
         cited.add_row(f"[{number}]", Text(source))
-    return _text(Group(Text("\n".join(_summary(hardware))), table, cited))
+    return to_text(Group(Text("\n".join(_summary(hardware))), table, cited))
 
 
 def _summary(hardware: Hardware) -> list[str]:
@@ -100,6 +105,7 @@ def _figures(hardware: Hardware) -> list[tuple[str, Quantity | None, str]]:
     rows += [(f"peak {dtype}, dense", peak, f"TFLOP/s/{scope}") for dtype, peak in hardware.peak_flops.items()]
     rows += _link_rows(hardware.link, scope)
     rows += _fabric_rows("between devices", hardware.interconnect, scope) + _fabric_rows("between hosts", hardware.nic, scope)
+    rows += _sustained_rows(chip.sustained)
     rows += [("host RAM", chip.host.ram_bytes, "bytes/host"), ("host DRAM rate", hardware.dram_bytes_per_second, "GB/s/host")]
     rows += [
         ("memory fraction", hardware.budget.memory_fraction, "of HBM"),
@@ -107,6 +113,15 @@ def _figures(hardware: Hardware) -> list[tuple[str, Quantity | None, str]]:
         ("host reserve", hardware.budget.host_reserve_bytes, "bytes/host"),
     ]
     return rows + [(f"XLA {name}", figure, "") for name, figure in sorted(chip.xla.items())]
+
+
+def _sustained_rows(sustained: Sustained) -> list[tuple[str, Quantity | None, str]]:
+    """What was measured on the chip; nothing where nobody did."""
+    hbm = sustained.hbm_bytes_per_second
+    rows: list[tuple[str, Quantity | None, str]] = [("HBM rate of a triad", hbm, "GB/s/device")] if hbm else []
+    for dtype, curve in sustained.matmul_flops.items():
+        rows += [(f"matmul {dtype}, {side} x {side}", rate, "TFLOP/s/device") for side, rate in curve.items()]
+    return rows
 
 
 def _link_rows(link: Link, scope: str) -> list[tuple[str, Quantity | None, str]]:
@@ -140,7 +155,7 @@ def _scaled(figure: Quantity | None, unit: float, digits: int) -> str:
     return UNKNOWN if figure is None else f"{figure.value / unit:,.{digits}f}"
 
 
-def _text(renderable) -> str:
+def to_text(renderable) -> str:
     """What ``renderable`` prints, for a terminal of this width or for a pipe."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
     written = io.StringIO()

@@ -44,6 +44,7 @@ class Constants:
     attention_backward: float
     attention_short_queries: float
     memory_efficiency: float
+    memory_of_triad: float
     kernel_ramp_seconds: float
     gap_seconds: float
     link_efficiency: float
@@ -112,6 +113,7 @@ def constants_of(chip: str, vendor: str) -> Constants:
         attention_backward=attention["backward"],
         attention_short_queries=attention["short_queries"],
         memory_efficiency=memory["efficiency"],
+        memory_of_triad=memory["of_triad"],
         kernel_ramp_seconds=memory["kernel_ramp_seconds"],
         gap_seconds=memory["gap_seconds"],
         link_efficiency=collective["link_efficiency"],

@@ -12,9 +12,10 @@ from forebay.errors import InputError
 from forebay.hardware import Hardware
 from forebay.records.forecast import CopyTime, Forecast, LoopTime
 from forebay.records.verdict import Verdict
-from forebay.timeline.constants import Constants, constants_of
+from forebay.timeline.constants import Constants
 from forebay.timeline.costs import Costs
 from forebay.timeline.kinds import classify
+from forebay.timeline.measured import constants_on
 from forebay.timeline.origins import Origin, Origins
 from forebay.timeline.parse import Module, parse_hlo
 from forebay.timeline.rates import Rates
@@ -84,7 +85,7 @@ def predict(
     """
     began = time.perf_counter()
     schedule = verdict_or_hlo if isinstance(verdict_or_hlo, Schedule) else read_schedule(verdict_or_hlo)
-    constants = constants or constants_of(hardware.chip.name, hardware.chip.vendor)
+    constants = constants or constants_on(hardware)
     trips = dict(trip_counts or {})
     middle = _replay(schedule, hardware, constants, trips)
     ends = [_replay(schedule, hardware, constants.bent(side), trips).now for side in (-1, 1)]
@@ -95,7 +96,7 @@ def predict(
 def events(verdict_or_hlo: Verdict | str | Schedule, hardware: Hardware, *, constants: Constants | None = None) -> tuple[Event, ...]:
     """The bars of one replayed step, loops as their first, a steady and their last iteration; for ``perfetto`` and the lane picture."""
     schedule = verdict_or_hlo if isinstance(verdict_or_hlo, Schedule) else read_schedule(verdict_or_hlo)
-    constants = constants or constants_of(hardware.chip.name, hardware.chip.vendor)
+    constants = constants or constants_on(hardware)
     return tuple(_replay(schedule, hardware, constants, {}, tracing=True).events)
 
 
