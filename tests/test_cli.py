@@ -81,6 +81,9 @@ def _with(flag: str, *values: str) -> list[str]:
         (_with("--place", "optimizer=hsot"), "there is no placement 'hsot'; did you mean 'host'"),
         (_with("--out", "no/such/folder/plan.json"), "there is no folder no/such/folder"),
         (["explain", "missing.json"], "missing.json"),
+        (["explain"], "explain needs a plan.json, or --oom"),
+        (["explain", "--oom", "missing.log"], "there is no file missing.log"),
+        (["preflight", "missing.json"], "missing.json"),
         (["hardware", "h100-smx"], "'h100-sxm'"),
     ],
 )
@@ -93,7 +96,7 @@ def test_input_that_cannot_be_used_is_one_message_and_exit_code_2(words, message
     assert message in said.err
 
 
-@pytest.mark.parametrize("words", [["plan"], ["plan", "--model", "tiny", "--seq", "many"], ["explain"], ["hardware", "--hbm", "1GiB"]])
+@pytest.mark.parametrize("words", [["plan"], ["plan", "--model", "tiny", "--seq", "many"], ["preflight"], ["hardware", "--hbm", "1GiB"]])
 def test_words_that_do_not_parse_exit_with_2(words, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(words)

@@ -21,6 +21,8 @@ _HOME = {
     "value_and_grad": "forebay.runtime",
     "update": "forebay.runtime",
     "State": "forebay.runtime",
+    "preflight": "forebay.trust",
+    "explain_oom": "forebay.trust",
     "Run": "forebay.training",
     "train": "forebay.training",
 }

@@ -90,22 +90,60 @@ def _train(words: list[str]) -> int:
 def _explain(words: list[str]) -> int:
     from tyro.conf import arg
 
-    def explain(plan: Annotated[Path, arg(metavar="PLAN")], entry: Annotated[str | None, arg(metavar="[ENTRY]")] = None, /) -> int:
-        """Show a plan.json, or some of its entries.
+    def explain(
+        plan: Annotated[Path | None, arg(metavar="[PLAN]")] = None,
+        entry: Annotated[str | None, arg(metavar="[ENTRY]")] = None,
+        /,
+        *,
+        oom: Annotated[Path | None, arg(metavar="LOG_OR_DUMP")] = None,
+    ) -> int:
+        """Show a plan.json, or some of its entries; or say what ran out of memory.
 
         Args:
             plan: The file that `forebay plan --out` or a run wrote.
             entry: The name of an entry, a role, or a pattern such as optimizer:0/mu/*.
+            oom: A saved log of a run that ran out of memory, or an HLO dump (*.after_optimizations.txt); PLAN names its buffers.
         """
         os.environ["JAX_PLATFORMS"] = "cpu"
         from forebay.plan import Plan
         from forebay.report.tables import render_entries, render_plan
 
-        record = Plan.load(plan).to_json()
+        loaded = None if plan is None else Plan.load(plan)
+        if oom is not None:
+            from forebay.trust.oom import explain_file
+
+            print(explain_file(oom, loaded))
+            return DONE
+        if loaded is None:
+            raise InputError("explain needs a plan.json, or --oom with a log or an HLO dump")
+        record = loaded.to_json()
         print(render_entries(record, entry) if entry else render_plan(record))
         return DONE
 
     return _parse("explain", explain, words)
+
+
+def _preflight(words: list[str]) -> int:
+    from tyro.conf import arg
+
+    def preflight(plan: Annotated[Path, arg(metavar="PLAN")], /, *, out: Annotated[Path | None, arg(metavar="FOLDER")] = None) -> int:
+        """What on this host could stop a plan: RAM and container limits, pinned memory, NUMA, memory fraction, disk.
+
+        Exit code 0: nothing; 1: a line failed.
+
+        Args:
+            plan: The plan.json to be run here.
+            out: The folder of the run, where checkpoints go; up to 128 MiB are written there and removed.
+        """
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        from forebay.plan import Plan
+        from forebay.trust import preflight as look
+
+        report = look(Plan.load(plan), folder=out)
+        print(report)
+        return DONE if report.passed else DOES_NOT_FIT
+
+    return _parse("preflight", preflight, words)
 
 
 def _hardware(words: list[str]) -> int:
@@ -144,6 +182,7 @@ class Command:
 COMMANDS = {
     "plan": Command(run=_plan, summary="what a train step needs on a machine that is not here, from that machine's real compiler"),
     "explain": Command(run=_explain, summary="what a plan.json says: where each tensor stands, why, and what the compiler made of it"),
+    "preflight": Command(run=_preflight, summary="what on this host could stop a plan, and the command that mends it"),
     "train": Command(run=_train, summary="train a Llama-family model on text, under a plan"),
     "probe": Command(
         run=_probe, summary="measure this machine: host link, DRAM, device memory, matmuls; kept and used from then on by name"

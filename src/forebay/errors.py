@@ -36,6 +36,10 @@ class UnsupportedError(ForebayError):
     """A construct that forebay recognises and refuses by name."""
 
 
+class OutOfMemoryError(ForebayError):
+    """Device or host memory ran out; the text says which, what was alive, and what to do. The runtime's own error is its ``__cause__``."""
+
+
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """A clause such as ``did you mean 'h100-sxm' or 'h100-pcie'?``, or the whole (short) list of known names."""
     known = list(known)

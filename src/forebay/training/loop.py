@@ -12,8 +12,8 @@ process; text as bytes; the Llama family (other models go through the same verbs
 
 import dataclasses
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import numpy as np
 from rich.console import Console
 
 import forebay as fb
-from forebay.errors import ForebayError, InputError, UnsupportedError
+from forebay.errors import ForebayError, InputError, OutOfMemoryError, UnsupportedError
 from forebay.training import config as settings
 from forebay.training import data, recipe
 from forebay.training.checkpoints import Checkpoints
@@ -32,9 +32,11 @@ from forebay.training.interrupt import StopRequest
 from forebay.training.metrics import METRICS_FILE, MetricsLog, StepMetrics
 from forebay.training.models import llama, presets
 from forebay.training.resume import check_same_run, note_new_plan
+from forebay.trust.oom import explain_oom, is_oom
 
 PLAN_FILE = "plan.json"
 CHECKPOINTS = "checkpoints"
+OOM_FILE = "out-of-memory.txt"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,7 @@ def train(config: TrainConfig) -> Run:
         InputError: settings or text that cannot be used.
         PlanError: a resumed run whose model is another.
         CheckpointError: a checkpoint cannot be written or read.
+        OutOfMemoryError: device or host memory ran out; the run's folder keeps the explanation and the runtime's own words.
         ForebayError: the loss is no longer a number.
     """
     console = Console()
@@ -128,13 +131,15 @@ def train(config: TrainConfig) -> Run:
         say(str(setup.plan))
         say(f"text: {setup.train.corpus.name}, {setup.train.corpus.length:,} bytes, unigram entropy {entropy:.4f} nats")
         checkpoints.check_space(setup.plan.abstract_tree())
-        state = _restored(setup, checkpoints) if config.resume else _born(setup)
-        settings.save(config)  # only now: what cannot be resumed leaves the run's own settings as they were
-        setup.plan.save(config.out / PLAN_FILE)
-        first = int(state.step)
-        if first >= config.steps:
-            say(f"nothing to do: step {first} of {config.steps} is done; ask for more with --steps")
-        losses = _steps(setup, state, checkpoints, stop, console)
+        say(str(fb.preflight(setup.plan, machine(), folder=config.out)))
+        with _explained(setup):
+            state = _restored(setup, checkpoints) if config.resume else _born(setup)
+            settings.save(config)  # only now: what cannot be resumed leaves the run's own settings as they were
+            setup.plan.save(config.out / PLAN_FILE)
+            first = int(state.step)
+            if first >= config.steps:
+                say(f"nothing to do: step {first} of {config.steps} is done; ask for more with --steps")
+            losses = _steps(setup, state, checkpoints, stop, console)
     return Run(
         folder=config.out,
         first_step=first,
@@ -144,6 +149,19 @@ def train(config: TrainConfig) -> Run:
         unigram_entropy_nats=entropy,
         exit_code=stop.exit_code,
     )
+
+
+@contextmanager
+def _explained(setup: Setup) -> Iterator[None]:
+    """An out-of-memory error of XLA becomes its explanation, kept in the run's folder beside XLA's own words."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not is_oom(error):
+            raise
+        report = str(explain_oom(error, setup.plan))
+        (setup.config.out / OOM_FILE).write_text(f"{report}\n\nthe runtime said:\n{error}\n")
+        raise OutOfMemoryError(f"{report}\nkept in {setup.config.out / OOM_FILE}") from error
 
 
 def _open_checkpoints(config: TrainConfig) -> Checkpoints:

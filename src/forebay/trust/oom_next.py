@@ -1,0 +1,112 @@
+"""The cheapest next plan that fits: the plan that ran out, with a little more moved or recomputed, asked of the compiler.
+
+    rules of the plan as it stands + one more rule -> Plan.by_hand -> judge -> predict
+    kept where it fits; in the order of the seconds that it adds
+
+Cost: a compile for each try. Limit: a handful of changes by role, in the order in which they usually cost least; ``choose`` searches
+further.
+"""
+
+import dataclasses
+from typing import Any
+
+from forebay.errors import ForebayError
+from forebay.hardware import Hardware
+
+CHANGES = (
+    {"optimizer": "host"},
+    {"activation": "host"},
+    {"optimizer": "host", "activation": "host"},
+    {"activation": "recompute"},
+    {"parameter": "host", "optimizer": "host"},
+    {"parameter": "host", "optimizer": "host", "activation": "host"},
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NextPlan:
+    """``rule`` for people, ``flags`` for the command line; bytes per device (compiled); ``added_seconds`` forecast, None where unknown."""
+
+    rule: str
+    flags: str
+    freed_bytes: int
+    hbm_bytes: int
+    host_bytes: int
+    added_seconds: float | None
+    plan: Any = dataclasses.field(repr=False, compare=False, default=None)
+
+
+def judge_plan(plan: Any) -> Any:
+    """``plan``, which is bound, with the compiler's verdict on its whole step."""
+    from forebay.compiler import judge
+    from forebay.runtime import train_step
+
+    work = plan.bound
+    step = train_step(work.loss_fn, work.optimizer, plan)
+    verdict = judge(step, (plan.abstract_state(), plan.abstract_batch()), Hardware.from_json(plan.hardware), plan=plan)
+    return dataclasses.replace(plan, verdict=verdict)
+
+
+def next_plans(plan: Any, within_bytes: int, tries: int) -> tuple[tuple[NextPlan, ...], list[str]]:
+    """Plans that need at most ``within_bytes`` of HBM and fit the host, cheapest first, and what was tried in vain."""
+    machine = Hardware.from_json(plan.hardware)
+    before = _seconds(plan.verdict, machine)
+    found, notes, left = [], [], tries
+    for change in CHANGES:
+        if left == 0:
+            break
+        try:
+            other = _changed(plan, change, machine)
+            if other is None:
+                continue
+            left -= 1
+            verdict = judge_plan(other).verdict
+        except ForebayError as refused:
+            notes.append(f"{_rule(change)} was not possible: {refused}")
+            continue
+        if not verdict.compiled or not verdict.fits or verdict.hbm.total_bytes > within_bytes:
+            notes.append(f"{_rule(change)} does not fit: {verdict.reason}")
+            continue
+        after = _seconds(verdict, machine)
+        found.append(
+            NextPlan(
+                rule=_rule(change), flags=" ".join(f"--place {name}={place}" for name, place in change.items()),
+                freed_bytes=plan.verdict.hbm.total_bytes - verdict.hbm.total_bytes, hbm_bytes=verdict.hbm.total_bytes,
+                host_bytes=verdict.host.total_bytes, added_seconds=None if before is None or after is None else after - before,
+                plan=dataclasses.replace(other, verdict=verdict),
+            )
+        )  # fmt: skip
+    return tuple(sorted(found, key=lambda p: (p.added_seconds is None, p.added_seconds or 0.0))), notes
+
+
+def _changed(plan: Any, change: dict[str, str], machine: Hardware) -> Any:
+    """The plan with one more change; None where that changes nothing."""
+    from forebay.plan import Plan
+
+    options = {name: plan.options[name] for name in ("prefetch", "microbatches", "fuse_update") if name in plan.options}
+    standing = {e.name: e.placement for e in plan.entries if _by_rule(e) and e.role not in change}
+    other = Plan.by_hand(plan.bound, standing | change, hardware=machine, options=options)
+    same = {(e.name, e.placement) for e in other.entries} == {(e.name, e.placement) for e in plan.entries}
+    return None if same else other
+
+
+def _by_rule(entry: Any) -> bool:
+    """Whether an entry stands where it does because a rule said so: what follows from others (gradients) is left to follow."""
+    return entry.role in ("parameter", "optimizer", "activation") and entry.reason.startswith("rule ") and entry.copy_of is None
+
+
+def _rule(change: dict[str, str]) -> str:
+    return ", ".join(f"{name}={place}" for name, place in change.items())
+
+
+def _seconds(verdict: Any, machine: Hardware) -> float | None:
+    """The forecast of a step; None where there is no schedule or the machine's figures are not known."""
+    from forebay.errors import InputError
+    from forebay.timeline import predict
+
+    if not verdict.hlo_gzip or machine.target.platform == "cpu":
+        return None
+    try:
+        return predict(verdict, machine).step_seconds
+    except InputError:
+        return None
