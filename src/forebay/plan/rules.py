@@ -94,7 +94,7 @@ def matches(rule: Rule, tensor: Tensor) -> bool:
     if fnmatch.fnmatchcase(path, rule.glob) or fnmatch.fnmatchcase(tensor.name, rule.glob):
         return True
     hit = [m for m in tensor.members if fnmatch.fnmatchcase(m, rule.glob)]
-    if hit and len(hit) < len(tensor.members):
+    if hit and len(hit) < len(tensor.members) and tensor.role != "activation":  # an activation's members are its names
         raise PlacementError(
             f"{rule.text} names {len(hit)} of the {len(tensor.members)} leaves that are stored as one stack, {tensor.name}; "
             f"place the whole stack: {tensor.name}={rule.placement}"

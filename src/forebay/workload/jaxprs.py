@@ -115,15 +115,25 @@ def source_line(eqn) -> str:
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}" if frame else ""
 
 
+def function_name(eqn) -> str:
+    """The user's function that made this equation, ``Block.attention``, or the empty string: it does not change when lines move."""
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    if frame is None:
+        return ""
+    skipped = ("<locals>", "<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")  # Python 3.12 has no frames for most of them
+    return ".".join(part.strip("<>") for part in frame.function_name.split(".") if part not in skipped)
+
+
 def contains(jaxpr, wanted: Callable[[Any], bool]) -> bool:
     """Whether any equation, at any depth, is ``wanted``."""
     for eqn in closed(jaxpr).jaxpr.eqns:
-        if wanted(eqn) or any(contains(inner, wanted) for inner in _inner(eqn)):
+        if wanted(eqn) or any(contains(inner, wanted) for inner in inner_jaxprs(eqn)):
             return True
     return False
 
 
-def _inner(eqn):
+def inner_jaxprs(eqn):
+    """The jaxprs among an equation's parameters."""
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, (core.Jaxpr, core.ClosedJaxpr)):

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from forebay.errors import InputError
-from forebay.workload import jaxprs, repeats, residuals, roll, slicing
+from forebay.workload import activity, jaxprs, repeats, residuals, roll, slicing
+from forebay.workload.marking import Origin
 from forebay.workload.names import leaf_names
 
 
@@ -146,14 +147,16 @@ def _check_loss(traced):
 def _loops(program, count):
     """The scans of the program and, for each stored parameter, whether it is used anywhere but as their scanned input."""
     origin: dict[Any, int] = {v: p for p, v in enumerate(program.jaxpr.invars[:count])}
+    active = set(program.jaxpr.invars[:count])
     whole = [False] * count
     loops = []
     for eqn in program.jaxpr.eqns:
         fed = [None if jaxprs.is_literal(v) else origin.get(v) for v in eqn.invars]
+        trained = activity.spread(eqn, active)
         if eqn.primitive.name == "scan":
             loop = jaxprs.loop_of(eqn)
             head = loop.consts + loop.carry
-            loops.append(_layer_loop(eqn, loop, tuple(fed[head:])))
+            loops.append(_layer_loop(eqn, loop, tuple(fed[head:]), trained))
             fed = fed[:head]
         elif (p := follows(eqn, fed)) is not None:
             origin[eqn.outvars[0]] = p
@@ -164,12 +167,26 @@ def _loops(program, count):
     for v in program.jaxpr.outvars:
         if not jaxprs.is_literal(v) and v in origin:
             whole[origin[v]] = True
-    return tuple(loops), tuple(whole)
+    return _apart(loops), tuple(whole)
 
 
-def _layer_loop(eqn, loop, params):
-    body = residuals.discover(loop, jaxprs.source_line(eqn), tuple(p is not None for p in params))
+def _layer_loop(eqn, loop, params, active):
+    body = residuals.discover(loop, Origin.of(eqn), tuple(p is not None for p in params), active)
     return LayerLoop(equation=eqn, loop=loop, params=params, body=body)
+
+
+def _apart(loops: list[LayerLoop]) -> tuple[LayerLoop, ...]:
+    """The loops, with the paths of unnamed residuals that are written in other lines or shapes than those of a loop before told apart."""
+    seen: dict[str, tuple] = {}
+    out = []
+    for number, loop in enumerate(loops):
+        renamed = {}
+        for r in loop.body.residuals:
+            what = (r.source, r.shape, r.dtype)
+            if not r.user_named and seen.setdefault(r.path, what) != what:
+                renamed[r.path] = f"{r.path}/loop{number}"
+        out.append(dataclasses.replace(loop, body=residuals.renamed(loop.body, renamed, loop.loop.length)) if renamed else loop)
+    return tuple(out)
 
 
 def follows(eqn, fed) -> int | None:

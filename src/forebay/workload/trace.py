@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from forebay.errors import InputError
 from forebay.workload import program as programs
-from forebay.workload import sharding
+from forebay.workload import recompute, sharding
 from forebay.workload.families import Family, make_families
 from forebay.workload.names import leaf_names
 from forebay.workload.program import Arguments, Program, Stored, stored_names
@@ -28,6 +28,10 @@ class Tensor:
     ``count`` is the loop's length, ``shape`` one layer's; ``written`` is what the program does with it by itself, ``named``
     says that the user named it, and ``note`` says why it cannot be moved, if it cannot.
     ``part``: only these layers of a stack of optimizer state.
+
+    Of an activation: ``recompute_flops`` and ``recompute_bytes`` of all its layers, to make it again where nothing but the loops' carries
+    and what is at hand anyhow is kept; ``recompute_from``, the nearest entries on that way; ``consumers`` (``primitive@file.py:12``, the
+    first few); ``born`` and ``dies``, the equations of the body that make it and last use it on the way forward.
     """
 
     name: str
@@ -44,6 +48,12 @@ class Tensor:
     source: str = ""
     named: bool = False
     part: tuple[int, int] | None = None
+    recompute_flops: float = 0.0
+    recompute_bytes: float = 0.0
+    recompute_from: tuple[str, ...] = ()
+    consumers: tuple[str, ...] = ()
+    born: int = 0
+    dies: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,6 +93,11 @@ class Workload:
     def signature(self) -> dict[str, str]:
         """``{entry name: "float32[32,4096]"}``: compared entry by entry when a plan does not match."""
         return {t.name: f"{t.dtype}{list(t.shape)}" + (f"x{t.count}" if t.count > 1 else "") for t in self.tensors}
+
+    @functools.cached_property
+    def recompute_graphs(self) -> tuple[recompute.Graph, ...]:
+        """For each loop of ``program.loops``: what each value of its body is made from, and at which cost."""
+        return graphs(self.program)
 
     @functools.cached_property
     def frozen(self) -> tuple[bool, ...]:
@@ -294,25 +309,42 @@ def _batch_tensors(batch, specs):
 def _activation_tensors(program):
     """One tensor per residual path; a name that stands in several loops is one tensor."""
     found: dict[str, Tensor] = {}
-    for loop in program.loops:
-        feeds_layers = any(p is not None for p in loop.params)
+    for loop, graph in zip(program.loops, graphs(program), strict=True):
         for r in loop.body.residuals:
-            if not (feeds_layers or r.user_named):
-                continue
-            size = sharding.nbytes(r.shape, r.dtype) * loop.loop.length
-            name = f"activation:{r.path}"
-            movable, note = movability(r, loop.loop.length)
-            if name in found:
-                old = found[name]
-                found[name] = dataclasses.replace(
-                    old, bytes=old.bytes + size, count=old.count + loop.loop.length, movable=old.movable or movable
-                )
-                continue
-            found[name] = Tensor(
-                name=name, role="activation", shape=r.shape, dtype=str(r.dtype), bytes=size, count=loop.loop.length, members=(r.path,),
-                written=r.written, movable=movable, note=note, source=r.source, named=r.user_named,
-            )  # fmt: skip
+            tensor = _activation(r, graph)
+            old = found.get(tensor.name)
+            if old is not None:
+                tensor = dataclasses.replace(
+                    old, bytes=old.bytes + tensor.bytes, count=old.count + tensor.count, movable=old.movable or tensor.movable,
+                    recompute_flops=old.recompute_flops + tensor.recompute_flops,
+                    recompute_bytes=old.recompute_bytes + tensor.recompute_bytes,
+                )  # fmt: skip
+            found[tensor.name] = tensor
     yield from found.values()
+
+
+def _activation(r, graph: recompute.Graph) -> Tensor:
+    movable, note = movability(r, graph.length)
+    chain = graph.chain(r.node) if r.node >= 0 else set()
+    return Tensor(
+        name=f"activation:{r.path}", role="activation", shape=r.shape, dtype=str(r.dtype), count=graph.length,
+        bytes=sharding.nbytes(r.shape, r.dtype) * graph.length, members=(r.path, *r.aliases), written=r.written, movable=movable,
+        note=note, source=r.source, named=r.user_named, consumers=r.consumers, born=r.born, dies=r.dies,
+        recompute_flops=graph.length * sum(graph.nodes[n].flops for n in chain),
+        recompute_bytes=graph.length * sum(graph.nodes[n].moved_bytes for n in chain),
+        recompute_from=graph.nearest(r.node) if r.node >= 0 else (),
+    )  # fmt: skip
+
+
+def graphs(program: Program) -> tuple[recompute.Graph, ...]:
+    """The recompute graph of each loop."""
+    out = []
+    for number, loop in enumerate(program.loops):
+        carries = [r for r in loop.body.residuals if r.carry]
+        largest = max(carries, key=lambda r: sharding.nbytes(r.shape, r.dtype), default=None)
+        carry = f"activation:{largest.path}" if largest else ""
+        out.append(recompute.Graph(loop=number, length=loop.loop.length, nodes=loop.body.nodes, carry=carry))
+    return tuple(out)
 
 
 def movability(r, length: int) -> tuple[bool, str]:
