@@ -65,6 +65,10 @@ def _plan(words: list[str]) -> int:
 
     command = _parse("plan", planning.PlanCommand, words)
     answer = planning.answer(command)
+    if command.trace is not None:
+        from forebay.report.trace import write_trace
+
+        write_trace(answer.record, command.trace)
     if command.as_json:
         sys.stdout.write(answer.text)
     else:
@@ -96,6 +100,7 @@ def _explain(words: list[str]) -> int:
         /,
         *,
         oom: Annotated[Path | None, arg(metavar="LOG_OR_DUMP")] = None,
+        trace: Annotated[Path | None, arg(metavar="FILE")] = None,
     ) -> int:
         """Show a plan.json, or some of its entries; or say what ran out of memory.
 
@@ -103,6 +108,7 @@ def _explain(words: list[str]) -> int:
             plan: The file that `forebay plan --out` or a run wrote.
             entry: The name of an entry, a role, or a pattern such as optimizer:0/mu/*.
             oom: A saved log of a run that ran out of memory, or an HLO dump (*.after_optimizations.txt); PLAN names its buffers.
+            trace: Write the forecast step here as a trace for ui.perfetto.dev (.json or .json.gz).
         """
         os.environ["JAX_PLATFORMS"] = "cpu"
         from forebay.plan import Plan
@@ -117,6 +123,10 @@ def _explain(words: list[str]) -> int:
         if loaded is None:
             raise InputError("explain needs a plan.json, or --oom with a log or an HLO dump")
         record = loaded.to_json()
+        if trace is not None:
+            from forebay.report.trace import write_trace
+
+            write_trace(record, trace)
         print(render_entries(record, entry) if entry else render_plan(record))
         return DONE
 

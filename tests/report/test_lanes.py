@@ -3,14 +3,9 @@ import dataclasses
 import pytest
 
 from forebay.records.forecast import CopyTime, Forecast, LoopTime
-from forebay.report.lanes import copy_table, lane_picture, step_table
-from forebay.timeline.replay import Event
+from forebay.report.lanes import copy_table, exposed_table, lane_picture, step_table
 
 pytestmark = pytest.mark.oldest
-
-
-def bar(lane, begin, end, share=1.0):
-    return Event(lane=lane, name="n", kind="memory", begin_seconds=begin, end_seconds=end, share=share)
 
 
 def forecast(**changes):
@@ -22,13 +17,27 @@ def forecast(**changes):
     return dataclasses.replace(base, **changes)
 
 
-def test_the_picture_fills_columns_by_time():
-    text = lane_picture([bar("compute", 0, 1), bar("to_device", 1, 2), bar("to_host", 0, 2, share=0.5)], 2.0, width=10)
-    rows = {line.split("|")[0].strip(): line.split("|")[1] for line in text.splitlines()[1:]}
-    assert rows["compute"] == "@@@@@     "
-    assert rows["to_device"] == "     @@@@@"
-    assert not set(rows["to_host"]) & set(" @")
-    assert "(forecast)" in text
+def test_the_picture_shades_columns_by_how_busy_a_lane_is():
+    picture = {"to_device": (0.0, 0.0, 1.0), "compute": (1.0, 1.0, 0.0), "to_host": (0.5, 0.0, 0.01)}
+    head, *lines = lane_picture(forecast(picture=picture)).splitlines()
+    assert [line.split("|")[0].strip() for line in lines] == ["compute", "to_device", "to_host"], "the order of the lanes is fixed"
+    rows = {line.split("|")[0].strip(): line.split("|")[1] for line in lines}
+    assert rows["compute"] == "@@ "
+    assert rows["to_device"] == "  @"
+    assert rows["to_host"][0] not in " @"
+    assert "2 s (forecast)" in head
+    assert lane_picture(forecast()) == ""
+
+
+def test_entries_are_told_by_exposed_time_and_what_a_gib_costs():
+    entries = [{"name": f"optimizer:{n}", "bytes_per_device": 2**30, "exposed_ms": float(n), "ms_per_gib": float(n)} for n in range(4)] + [
+        {"name": "parameter:w", "bytes_per_device": 2**30, "exposed_ms": None}
+    ]
+    lines = exposed_table(entries, count=2).splitlines()
+    assert lines[1].split() == ["3", "ms", "1.00", "GiB", "3.00", "optimizer:3"]
+    assert lines[2].split() == ["2", "ms", "1.00", "GiB", "2.00", "optimizer:2"]
+    assert lines[3].split() == ["1", "ms", "2.00", "GiB", "0.50", "2", "more"]
+    assert exposed_table(entries[-1:]) == ""
 
 
 def test_the_step_is_told_with_its_band_and_causes():

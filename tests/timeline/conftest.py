@@ -1,11 +1,13 @@
 """Fixtures of the timeline: compiled texts of small programs (see fixtures/make.py), and small modules written by hand."""
 
 import gzip
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # trace_schema
 FOLDER = Path(__file__).parent / "fixtures"
 VERSIONS = ("0.10.2", "0.12.0.1")
 

@@ -1,12 +1,14 @@
+import gzip
 import json
 
 import pytest
+from trace_schema import SCHEMA, problems
 
 from forebay.errors import InputError
 from forebay.hardware import Hardware
 from forebay.records.forecast import Forecast
 from forebay.timeline.perfetto import to_perfetto, write_perfetto
-from forebay.timeline.predicting import events, predict, read_schedule, widened
+from forebay.timeline.predicting import events, predict, read_schedule, step_seconds, widened
 
 pytestmark = pytest.mark.oldest
 
@@ -138,3 +140,64 @@ def test_a_machine_of_another_size_is_refused_where_devices_talk(compiled, versi
     with pytest.raises(InputError, match="compiled for 8 devices and h100-sxm:64 has 64"):
         predict(compiled("fsdp", "gpu", version), Hardware.named("h100-sxm:64"))
     assert predict(compiled("stream", "gpu", version), Hardware.named("h100-sxm:1")).step_seconds > 0
+
+
+@pytest.mark.parametrize("name", ["offload", "stream", "fsdp"])
+def test_a_trace_keeps_to_the_schema(compiled, version, name):
+    trace = to_perfetto(events(compiled(name, "gpu", version), MACHINES["gpu"]))
+    assert problems(json.loads(json.dumps(trace)), SCHEMA) == []
+
+
+@pytest.mark.parametrize(
+    ("event", "complaint"),
+    [
+        ({"ph": "X", "pid": 1, "tid": 1, "name": "k", "ts": -1.0, "dur": 1.0}, "ts: -1.0 is not 0 or more"),
+        ({"ph": "X", "pid": 1, "tid": 1, "name": "k", "ts": 0}, "lacks 'dur'"),
+        ({"ph": "X", "pid": 1, "tid": "one", "name": "k", "ts": 0, "dur": float("nan")}, "'one' is no integer"),
+        ({"ph": "M", "pid": 1, "tid": 1, "name": "colour", "args": {}}, "'colour' is none of"),
+    ],
+)
+def test_the_schema_refuses_what_is_no_trace(event, complaint):
+    assert any(complaint in problem for problem in problems({"traceEvents": [event]}, SCHEMA))
+
+
+def test_a_trace_is_gzipped_by_its_name(compiled, version, tmp_path):
+    bars = events(compiled("stream", "gpu", version), MACHINES["gpu"])
+    plain, packed = write_perfetto(bars, tmp_path / "t.json"), write_perfetto(bars, tmp_path / "t.json.gz")
+    assert gzip.decompress(packed.read_bytes()) == plain.read_bytes()
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_twice_the_layers_take_twice_the_time(compiled, version, platform):
+    schedule = read_schedule(compiled("stream", platform, version))
+    loop = next(w.name for w in schedule.program.computations[schedule.program.entry] if w.kind == "loop")
+    once, twice = (predict(schedule, MACHINES[platform], trip_counts={loop: n}).step_seconds for n in (16, 32))
+    assert twice == pytest.approx(2 * once, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "offload", "stream", "whole", "attention"])
+def test_more_hbm_is_never_slower(compiled, version, name):
+    text = compiled(name, "gpu", version)
+    small, large = (predict(text, Hardware.named("h100-sxm:8", hbm=size)).step_seconds for size in ("80GiB", "141GiB"))
+    assert large <= small
+
+
+def test_one_replay_is_the_middle_of_the_forecast(compiled, version):
+    schedule = read_schedule(compiled("fsdp", "gpu", version))
+    assert step_seconds(schedule, MACHINES["gpu"]) == predict(schedule, MACHINES["gpu"]).step_seconds
+
+
+def test_the_picture_is_as_busy_as_the_lanes(compiled, version):
+    forecast = predict(compiled("stream", "gpu", version), MACHINES["gpu"])
+    assert set(forecast.picture) >= {"compute", "to_device", "to_host"}
+    for lane, shares in forecast.picture.items():
+        assert sum(shares) / len(shares) == pytest.approx(forecast.lanes[lane] / forecast.step_seconds, abs=0.01)
+
+
+@pytest.mark.parametrize("groups", ["replicas(3)", "[3,4]<=[8]"])
+def test_a_group_syntax_that_is_not_known_stops_the_forecast(module, groups):
+    text = module(
+        f"%a = f32[8,128]{{1,0}} parameter(0)\nROOT %g = f32[64,128]{{1,0}} all-gather(%a), replica_groups={groups}, dimensions={{0}}"
+    )
+    with pytest.raises(InputError, match=r"replica_groups|not a split"):
+        predict(text, MACHINES["gpu"])

@@ -100,6 +100,16 @@ def test_both_directions_run_together_and_share_what_the_machine_gives():
     assert replay([copy_in(2), copy_out(2), done("c"), done("o")], crowd).now > 3
 
 
+def test_a_copy_by_kernel_takes_its_share_of_the_link_but_not_of_what_dram_leaves():
+    read, write = copy_in(2), copy_out(2)
+    by_kernel = [dataclasses.replace(work, by_kernel=True) for work in (read, write)]
+    share = PLAIN.host_kernel_efficiency
+    assert replay([by_kernel[0], done("c")]).now == pytest.approx(2 / share)
+    crowd = Hardware.named("h100-sxm:8")  # host DRAM leaves each direction less than a kernel can take
+    engine, kernel = (replay([*works, done("c"), done("o")], crowd).now for works in ((read, write), by_kernel))
+    assert kernel == pytest.approx(engine)
+
+
 def test_compute_slows_only_while_the_transfer_runs():
     constants = dataclasses.replace(PLAIN, beside_device_copy=0.5)
     beside = Work(

@@ -121,3 +121,17 @@ def test_a_module_of_the_user_is_planned_and_never_kept(fresh_cache, tmp_path, m
     assert "my_training:make takes no seq; leave --seq out" in capsys.readouterr().err
     assert cli.main(["plan", "--model", "my_training:wrong", "--hardware", "h100-sxm:8"]) == 2
     assert "must return a tuple (loss_fn, optimizer, params, batch)" in capsys.readouterr().err
+
+
+@pytest.mark.compiler
+def test_the_step_can_be_written_as_a_trace_from_plan_and_from_explain(fresh_cache, tmp_path, capsys):
+    plan, first, second = tmp_path / "plan.json", tmp_path / "first.json", tmp_path / "second.json"
+    assert cli.main([*TINY, "--out", str(plan), "--trace", str(first)]) == 0
+    said = capsys.readouterr().out
+    assert "compute |" in said
+    assert "(forecast)" in said
+    assert cli.main(["explain", str(plan), "--trace", str(second)]) == 0
+    assert "compute |" in capsys.readouterr().out
+    assert json.loads(first.read_text()) == json.loads(second.read_text())
+    assert cli.main([*TINY, "--trace", str(tmp_path / "missing" / "t.json")]) == 2
+    assert "--trace" in capsys.readouterr().err

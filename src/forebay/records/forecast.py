@@ -51,6 +51,7 @@ class Forecast:
     collectives), ``launch gaps``, ``wait for LANE`` (nothing to do but wait). ``lanes`` is the busy time of each lane. ``flops``
     counts what is executed, recomputation included, causal attention as the half that is done. ``unknown_share`` is the part of
     step_seconds costed by bytes alone because the instruction is not known; ``unknowns`` lists those as (what, how many, seconds).
+    ``picture`` is how busy each lane is, from 0 to 1, in columns of equal time over the step.
     """
 
     hardware: str
@@ -74,6 +75,7 @@ class Forecast:
     mfu: float | None = None
     notes: tuple[str, ...] = ()
     replay_seconds: float = 0.0
+    picture: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         assert self.low_seconds <= self.step_seconds <= self.high_seconds, (self.low_seconds, self.step_seconds, self.high_seconds)
@@ -94,6 +96,7 @@ class Forecast:
         data["loops"] = [dataclasses.asdict(loop) for loop in self.loops]
         data["unknowns"] = [list(item) for item in self.unknowns]
         data["notes"] = list(self.notes)
+        data["picture"] = {lane: list(columns) for lane, columns in self.picture.items()}
         return data
 
     @classmethod
@@ -105,6 +108,7 @@ class Forecast:
             data["loops"] = tuple(LoopTime(**item) for item in data["loops"])
             data["unknowns"] = tuple(tuple(item) for item in data["unknowns"])
             data["notes"] = tuple(data["notes"])
+            data["picture"] = {lane: tuple(columns) for lane, columns in data.get("picture", {}).items()}
             return cls(**data)
         except (KeyError, TypeError) as problem:
             raise InputError(f"this is not a forecast that forebay wrote: {problem}; make the plan again") from None

@@ -1,29 +1,23 @@
 """Forecasts for the terminal: a picture of the lanes over one step, where the time goes, and the exposed copies by buffer."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from forebay.records.forecast import Forecast
-from forebay.units import show_bytes, show_seconds
+from forebay.units import GIB, show_bytes, show_seconds
 
 _ORDER = ("compute", "to_device", "to_host", "device", "collective", "side", "disk")
 _SHADES = " .:-=+*#%@"
 
 
-def lane_picture(events: Iterable, step_seconds: float, width: int = 72) -> str:
-    """One row a lane, ``width`` columns of equal time; a darker character is a fuller column. Events as ``forebay.timeline.events``
-    gives them."""
-    rows: dict[str, list[float]] = {}
-    column = step_seconds / width
-    for event in events:
-        row = rows.setdefault(event.lane, [0.0] * width)
-        first, last = int(event.begin_seconds / column), int(event.end_seconds / column)
-        for at in range(max(0, first), min(width - 1, last) + 1):
-            begin, end = max(event.begin_seconds, at * column), min(event.end_seconds, (at + 1) * column)
-            row[at] += event.share * max(0.0, end - begin) / column
-    lines = [f"0 s{' ' * (width + 5)}{show_seconds(step_seconds)} (forecast)"]
+def lane_picture(forecast: Forecast) -> str:
+    """One row a lane, columns of equal time over the step; a darker character is a busier column. Empty without a picture."""
+    if not forecast.picture:
+        return ""
+    width = max(len(columns) for columns in forecast.picture.values())
+    lines = [f"{'':11}0 s{f'{show_seconds(forecast.step_seconds)} (forecast)':>{width - 2}}"]
     for lane in _ORDER:
-        if lane in rows:
-            marks = "".join(_SHADES[min(len(_SHADES) - 1, round(share * (len(_SHADES) - 1)))] for share in rows[lane])
+        if lane in forecast.picture:
+            marks = "".join(_SHADES[round(share * (len(_SHADES) - 1))] for share in forecast.picture[lane])
             lines.append(f"{lane:>10} |{marks}|")
     return "\n".join(lines)
 
@@ -46,6 +40,23 @@ def step_table(forecast: Forecast) -> str:
     if forecast.unknown_share > 0 or forecast.unknowns:
         names = ", ".join(what for what, _, _ in forecast.unknowns)
         lines.append(f"  costed by bytes only: {100 * forecast.unknown_share:.2f} % of the step ({names})")
+    return "\n".join(lines)
+
+
+def exposed_table(entries: Iterable[Mapping], count: int = 12) -> str:
+    """Exposed time of a plan's entries in host memory, with ms/GiB, the most exposed first; empty where none has any."""
+    timed = sorted((e for e in entries if e.get("exposed_ms") is not None), key=lambda e: -e["exposed_ms"])
+    if not timed:
+        return ""
+    lines = [f"{'exposed (forecast)':>18} {'on the host':>11} {'ms/GiB':>7}  entry"]
+    for e in timed[:count]:
+        exposed, per_gib = show_seconds(e["exposed_ms"] / 1e3), e.get("ms_per_gib") or 0.0
+        lines.append(f"{exposed:>18} {show_bytes(e['bytes_per_device']):>11} {per_gib:7.2f}  {e['name']}")
+    if len(timed) > count:
+        rest, held = sum(e["exposed_ms"] for e in timed[count:]), sum(e["bytes_per_device"] for e in timed[count:])
+        lines.append(
+            f"{show_seconds(rest / 1e3):>18} {show_bytes(held):>11} {rest / (held / GIB) if held else 0.0:7.2f}  {len(timed) - count} more"
+        )
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from forebay.errors import InputError, nearest
 from forebay.records import ROLES, Forecast
-from forebay.report.lanes import step_table
+from forebay.report.lanes import exposed_table, lane_picture, step_table
 from forebay.units import show_bytes, show_seconds
 
 LARGEST = 10
@@ -33,7 +33,8 @@ def render_plan(record: Mapping, cached: bool = False) -> str:
         parts.append(_table_of_sizes(verdict))
     parts.append(_table_of_entries("largest entries", record["entries"], LARGEST))
     if record.get("forecast"):
-        parts.append(step_table(Forecast.from_json(record["forecast"])))
+        forecast = Forecast.from_json(record["forecast"])
+        parts += [part for part in (step_table(forecast), lane_picture(forecast), exposed_table(record["entries"])) if part]
     parts.append("\n".join(_verdict_lines(verdict, cached)) if verdict else "No verdict: the compiler has not been asked.")
     return "\n\n".join(parts)
 

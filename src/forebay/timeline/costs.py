@@ -24,12 +24,19 @@ _DTYPES = {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "f64": "fp64", "s8": "i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """``seconds`` alone on ``lane``; ``domain`` names the wires of a collective; ``bytes`` are those of the lane's own medium."""
+    """``seconds`` alone on ``lane`` at its full rate; ``domain`` names the wires of a collective; ``bytes`` are those of the lane's own
+    medium. ``pace`` is the share of the lane's rate that this work can take at most."""
 
     lane: str
     seconds: float
     bytes: float = 0.0
     domain: str = ""
+    pace: float = 1.0
+
+    @property
+    def alone_seconds(self) -> float:
+        """Seconds with nothing else on the machine."""
+        return self.seconds / self.pace
 
 
 class Costs:
@@ -153,8 +160,10 @@ class Costs:
         traffic = work.traffic
         read, written = traffic.host_read, traffic.host_written
         seconds = self._host_seconds("to_device", read) + self._host_seconds("to_host", written)
-        seconds = self.constants.host_latency_seconds + seconds / (self.constants.host_kernel_efficiency if work.by_kernel else 1.0)
-        return Cost(lane="to_host" if written else "to_device", seconds=seconds, bytes=read + written)
+        return Cost(
+            lane="to_host" if written else "to_device", seconds=self.constants.host_latency_seconds + seconds, bytes=read + written,
+            pace=self.constants.host_kernel_efficiency if work.by_kernel else 1.0,
+        )  # fmt: skip
 
     def _host_seconds(self, direction: str, count: float) -> float:
         return count / self.link_rate(direction) if count else 0.0

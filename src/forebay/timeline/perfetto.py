@@ -3,6 +3,7 @@
 The format is the JSON of the Chrome trace event profiler: complete events (``ph: X``) with microseconds, and metadata events that
 name the tracks."""
 
+import gzip
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,7 +37,8 @@ def to_perfetto(events: Iterable[Event], title: str = "forebay forecast") -> dic
 
 
 def write_perfetto(events: Iterable[Event], path: str | Path, title: str = "forebay forecast") -> Path:
-    """Write the trace to ``path`` (open it at ui.perfetto.dev)."""
+    """Write the trace to ``path`` (open it at ui.perfetto.dev); gzipped where the name ends in ``.gz``, which Perfetto reads too."""
     path = Path(path)
-    path.write_text(json.dumps(to_perfetto(events, title)), encoding="utf-8")
+    data = json.dumps(to_perfetto(events, title)).encode()
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     return path

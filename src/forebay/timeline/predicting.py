@@ -18,6 +18,7 @@ from forebay.timeline.kinds import classify
 from forebay.timeline.measured import constants_on
 from forebay.timeline.origins import Origin, Origins
 from forebay.timeline.parse import Module, parse_hlo
+from forebay.timeline.picture import columns
 from forebay.timeline.rates import Rates
 from forebay.timeline.replay import Event, LoopTotals, Replay
 from forebay.timeline.work import Program
@@ -87,10 +88,15 @@ def predict(
     schedule = verdict_or_hlo if isinstance(verdict_or_hlo, Schedule) else read_schedule(verdict_or_hlo)
     constants = constants or constants_on(hardware)
     trips = dict(trip_counts or {})
-    middle = _replay(schedule, hardware, constants, trips)
+    middle = _replay(schedule, hardware, constants, trips, tracing=True)
     ends = [_replay(schedule, hardware, constants.bent(side), trips).now for side in (-1, 1)]
     forecast = _forecast(middle, schedule, hardware, tokens, flops_per_token)
     return _with_band(forecast, min(*ends, middle.now), max(*ends, middle.now), time.perf_counter() - began)
+
+
+def step_seconds(schedule: Schedule, hardware: Hardware, *, constants: Constants | None = None) -> float:
+    """The step's seconds alone, without the band: one replay instead of three."""
+    return _replay(schedule, hardware, constants or constants_of(hardware.chip.name, hardware.chip.vendor), {}).now
 
 
 def events(verdict_or_hlo: Verdict | str | Schedule, hardware: Hardware, *, constants: Constants | None = None) -> tuple[Event, ...]:
@@ -158,6 +164,7 @@ def _forecast(replay: Replay, schedule: Schedule, hardware: Hardware, tokens: fl
         tokens_per_second=tokens / step if tokens else None,
         mfu=_mfu(hardware, step, tokens, flops_per_token),
         notes=tuple(sorted(notes)),
+        picture=columns(replay.events, step),
     )
 
 

@@ -145,7 +145,7 @@ class Replay:
         if work.kind in ("host_copy", "collective"):
             self._add((work.kind, work.name, "bytes"), cost.bytes)
             self._add((work.kind, work.name, "count"), 1)
-            self._add((work.kind, work.name, "busy"), cost.seconds)
+            self._add((work.kind, work.name, "busy"), cost.alone_seconds)
 
     def _compute(self, work: Work, cost: Cost) -> None:
         begin, left, gap = self.now, cost.seconds, self.costs.constants.gap_seconds
@@ -188,7 +188,11 @@ class Replay:
         return [lane for lane, queue in self.queues.items() if queue]
 
     def _next_end(self, busy: list[str]) -> float:
-        return min((self.queues[lane][0].left / self.rates.transfer_rate(lane, busy) for lane in busy), default=float("inf"))
+        return min((self.queues[lane][0].left / self._rate(lane, busy) for lane in busy), default=float("inf"))
+
+    def _rate(self, lane: str, busy: list[str]) -> float:
+        """Seconds-alone that pass per second for the head of ``lane``: what its lane has, or what it can take."""
+        return min(self.queues[lane][0].cost.pace, self.rates.transfer_rate(lane, busy))
 
     def _pass(self, span: float, busy: list[str]) -> None:
         """Let ``span`` seconds pass: the head of every busy lane moves on, and leaves its queue when it is over."""
@@ -198,7 +202,7 @@ class Replay:
         for lane in busy:
             head = self.queues[lane][0]
             head.begun = start if head.begun is None else head.begun
-            head.left -= span * self.rates.transfer_rate(lane, busy)
+            head.left -= span * self._rate(lane, busy)
             self._add(("lane", lane), span)
             if head.cost.domain:
                 self._add(("domain", head.cost.domain), span)
@@ -288,5 +292,5 @@ class Replay:
                 inner = [self._alone(c, depth + 1) for c in (work.callees[:1] if work.kind == "loop" else work.callees)]
                 total += max(inner) * (work.trip_count or 1)
             else:
-                total += self.costs.of(work).seconds
+                total += self.costs.of(work).alone_seconds
         return total

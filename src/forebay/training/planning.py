@@ -50,6 +50,8 @@ class PlanCommand:
     """RAM of one host, such as 2TiB, instead of the catalog's."""
     out: Annotated[Path | None, arg(metavar="FILE")] = None
     """Write plan.json here."""
+    trace: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Write the forecast step here as a trace for ui.perfetto.dev (.json or .json.gz)."""
     as_json: Annotated[bool, arg(name="json")] = False
     """Print plan.json and nothing else on standard output."""
 
@@ -76,10 +78,11 @@ def answer(command: PlanCommand) -> Answer:
     """
     hardware = Hardware.named(command.hardware, host_ram=command.host_ram, hbm=command.hbm)
     rules = placement_rules(command.place)
-    if command.out is not None:
-        _check_writable(command.out)
+    for flag, path in (("--out", command.out), ("--trace", command.trace)):
+        if path is not None:
+            _check_writable(flag, path)
     key = _key(command, hardware)
-    text = answers.read(key) if key else None
+    text = answers.read(key) if key and command.trace is None else None  # a trace needs the schedule, which no answer holds
     cached = text is not None
     if text is None:
         program = load_program(command.model, command.seq, command.batch)
@@ -194,12 +197,12 @@ def _key(command: PlanCommand, hardware: Hardware) -> str | None:
     return answers.key_of(question | {"hardware": hardware.to_json()})
 
 
-def _check_writable(path: Path) -> None:
+def _check_writable(flag: str, path: Path) -> None:
     """Before the work, not after it."""
     if path.is_dir():
-        raise PlanError(f"--out {path} is a folder; name a file in it, such as {path / 'plan.json'}")
+        raise PlanError(f"{flag} {path} is a folder; name a file in it, such as {path / 'plan.json'}")
     if not path.parent.is_dir():
-        raise PlanError(f"--out {path}: there is no folder {path.parent}; make it first")
+        raise PlanError(f"{flag} {path}: there is no folder {path.parent}; make it first")
 
 
 def _write(path: Path, text: str) -> None:
