@@ -7,6 +7,7 @@ write. Reads and writes of one buffer never cross, so no host-to-host copy appea
     loop i:   for each leaf k:  current = fetch(leaf k, i)                          <- runs beside the write of leaf k-1
                                 new = barrier(update(current))
                                 buffer[k] = write(buffer[k], put(new, host), i)
+              fetch(leaf 0, i+1)                                                    <- runs beside the write of the last leaf
 
 Cost: HBM holds the slices of two leaves; each host byte crosses the link once in each direction it is used.
 Limits: a loop over a single leaf reads and writes in turns.
@@ -59,18 +60,30 @@ class Job:
 def run(jobs: list[Job], arrays: dict[Any, Any], count: int, into: dict[Any, Any] | None = None) -> list[list[Any]]:
     """Stream ``count`` slices, then what remains, of ``arrays`` through all jobs. The new arrays are put into ``into``.
 
-    Returns the sums of each job over all slices.
+    With two jobs or more, the first job's next slice is read beside the last job's write, so that no turn of the loop begins with a read
+    alone; the last turn stands behind the loop, for it has no next slice. Returns the sums of each job over all slices.
     """
     slots = list(dict.fromkeys(p.slot for job in jobs for p in job.writes))
+    early = tuple(port for port in jobs[0].reads if port.host) if len(jobs) > 1 and count > 1 else ()
+
+    def turn(carry, i, after):
+        buffers, sums, read = carry
+        table = arrays | dict(zip(slots, buffers, strict=True))
+        given = {port.slot: value for port, value in zip(early, read, strict=True)}
+        sums = run_steps(steps(jobs, table, sums, i, given, after=after), len(jobs) + bool(after))
+        return table, sums
 
     def body(i, carry):
-        table = arrays | dict(zip(slots, carry[0], strict=True))
-        sums = visit(jobs, table, carry[1], i)
-        return [table[s] for s in slots], sums
+        table, sums = turn(carry, i, early)
+        return [table[s] for s in slots], sums, [_slice(jobs[0], port, table, _start(jobs[0], i + 1)) for port in early]
 
-    start = [arrays[s] for s in slots], [list(job.sums) for job in jobs]
-    buffers, sums = lax.fori_loop(0, count, body, start)
-    table = arrays | dict(zip(slots, buffers, strict=True))
+    first = [_slice(jobs[0], port, arrays, _start(jobs[0], 0)) for port in early]
+    start = [arrays[s] for s in slots], [list(job.sums) for job in jobs], first
+    carry = lax.fori_loop(0, count - bool(early), body, start)
+    if early:
+        table, sums = turn(carry, count - 1, ())
+    else:
+        table, sums = arrays | dict(zip(slots, carry[0], strict=True)), carry[1]
     left = [k for k, job in enumerate(jobs) if job.rest]
     if left:
         ends = [dataclasses.replace(jobs[k], size=jobs[k].rest) for k in left]
@@ -92,7 +105,7 @@ def visit(
     return run_steps(steps(jobs, table, sums, at, given, live, starts), len(jobs))
 
 
-def run_steps(chain: Generator, count: int) -> Any:
+def run_steps(chain: Generator[Any, Any, Any], count: int) -> Any:
     """The result of a chain of ``count`` steps, each behind the one before it."""
     try:
         held = next(chain)
@@ -104,13 +117,20 @@ def run_steps(chain: Generator, count: int) -> Any:
 
 
 def steps(
-    jobs: list[Job], table: dict[Any, Any], sums: list[list[Any]], at, given: dict[Any, Any] | None = None, live=None, starts=None
+    jobs: list[Job],
+    table: dict[Any, Any],
+    sums: list[list[Any]],
+    at,
+    given: dict[Any, Any] | None = None,
+    live=None,
+    starts=None,
+    after: tuple[Port, ...] = (),
 ) -> Generator[Any, Any, list[list[Any]]]:
     """``visit`` as a generator, with a step for each job.
 
     A step yields what its update made and the host stacks that the next job reads, and is sent the same behind a barrier: the write and
-    the next reads start behind that, side by side. The barrier stands on the stacks, not on the index: XLA does not see through an index
-    behind a barrier, and makes the read a kernel over the link instead of a copy.
+    the next reads start behind that, side by side. Behind the last job those are the reads ``after``. The barrier stands on the stacks,
+    not on the index: XLA does not see through an index behind a barrier, and makes the read a kernel over the link instead of a copy.
     """
     out = []
     given = given or {}
@@ -120,8 +140,9 @@ def steps(
         new, partial = job.compute(start, job.size, current)
         if live is not None:
             new, partial = _unless(live, job, current, new, partial)
-        following = jobs[k + 1].reads if k + 1 < len(jobs) else ()
-        slots = [port.slot for port in following if port.host and port.slot not in given]
+        last = k + 1 == len(jobs)
+        following = [port for port in jobs[k + 1].reads if port.host and port.slot not in given] if not last else after
+        slots = [port.slot for port in following]
         (new, partial), stacks = yield (new, partial), [table[slot] for slot in slots]
         table.update(zip(slots, stacks, strict=True))
         for port, value in zip(job.writes, new, strict=True):
@@ -147,10 +168,9 @@ def _unless(live, job: Job, current, new, partial):
 
 
 def _fetch(job: Job, table: dict[Any, Any], start, given: dict[Any, Any]) -> list[Any]:
-    def slice_of(port):
-        if port.slot in given:
-            return given[port.slot]
-        value = lax.dynamic_slice_in_dim(table[port.slot], start - port.first if port.first else start, job.size, port.axis)
-        return jax.device_put(value, DEVICE) if port.host else value
+    return [given[port.slot] if port.slot in given else _slice(job, port, table, start) for port in job.reads]
 
-    return [slice_of(port) for port in job.reads]
+
+def _slice(job: Job, port: Port, table: dict[Any, Any], start):
+    value = lax.dynamic_slice_in_dim(table[port.slot], start - port.first if port.first else start, job.size, port.axis)
+    return jax.device_put(value, DEVICE) if port.host else value

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from forebay.plan import Plan
-from forebay.runtime import jobs, streaming
+from forebay.runtime import jobs, packs, streaming
 from forebay.runtime.streaming import DEVICE, HOST
 from forebay.runtime.values import Values
 from forebay.workload import jaxprs
@@ -51,9 +51,7 @@ def finish(values: Values, fused: frozenset[int] = frozenset()) -> tuple[tuple[A
         if stream.mode in ("resident", "whole"):
             _at_once(values, family)
     for made, count in ready:
-        sums = streaming.run([job for job, _ in made], values.arrays | _grads(values), count, values.arrays)
-        for (_, variables), totals in zip(made, sums, strict=True):
-            jobs.record(values, variables, totals)
+        _stream(values, made, count)
     for family, stream in zip(work.families, streams, strict=True):
         if stream.mode == "slices":
             _unstreamed(values, family, stream)
@@ -61,6 +59,15 @@ def finish(values: Values, fused: frozenset[int] = frozenset()) -> tuple[tuple[A
     new_params = tuple(values.arrays["params", p] for p in range(len(work.stored)))
     new_state = tuple(values.arrays["state", j] for j in range(len(work.stored_state)))
     return new_params, new_state, values.whole([values.update.grad_norm_outvar])[0]
+
+
+def _stream(values: Values, made: list, count: int) -> None:
+    """One loop over the jobs of ``made`` (each with the variables that it sums), in packs that fill the link both ways."""
+    arrays = values.arrays | _grads(values)
+    taken = packs.packed([job for job, _ in made], arrays)
+    sums = streaming.run([packs.pack([made[k][0] for k in pack]) for pack in taken], arrays, count, values.arrays)
+    for pack, totals in zip(taken, sums, strict=True):
+        jobs.record(values, [v for k in pack for v in made[k][1]], totals)
 
 
 def _unchanged(values: Values, family: Family) -> bool:
