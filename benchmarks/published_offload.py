@@ -1,0 +1,199 @@
+"""Published steps with the optimizer's state on the host, rebuilt as far as they are published, and each step beside itself with the state
+in HBM. What cannot be rebuilt for a target that is compiled here is a sentence, not a number.
+
+    python benchmarks/published_offload.py [--only TEXT] [--json FILE]
+
+``change`` is seconds with the state on the host over seconds with it resident, less one; ``exposed`` is the time that the compute lane
+waits for copies of the state. The rows differ from what was published as ``compiled`` says, so they are held to sign and size."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+import published_moe
+from jax.sharding import PartitionSpec
+
+import forebay as fb
+from forebay.hardware import Hardware
+from forebay.records.forecast import Forecast
+from forebay.training.models import llama
+from forebay.training.models.presets import preset
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+WORDS = (
+    ("TPU 7x, DeepSeek-V3 671 B", "+2.5 %: the rate of its host link is not published, so no number for it; the dense rows stand in"),
+    ("MI355X, Llama-3.1-405B", "380 s a step: no compiler for it here; about 1 GB/s is what whole-tree moves through pageable memory give"),
+    ("GB200 x 128, activation offload", "+57 % and +2.9 %: batch and flags are not published"),
+    ("H200 and B300 x 8, QKV offload", "-3 to -15.5 %: models between 3 and 70 B, batch and kept values are not published"),
+    ("GB200 x 4, poolside", "3.7 GB out in 20 ms beside 22.5 ms: hidden where bytes over the link's rate are less than the compute"),
+    ("H200 x 8 and H100 x 16, AdamW on the CPU", "the update itself runs on the CPU there; forebay moves the state to the GPU instead"),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A published change, the machine compiled for, and what ``make`` builds: (loss, optimizer, params, batch, keywords of trace)."""
+
+    name: str
+    machine: str
+    published: str
+    compiled: str
+    make: Callable[[Hardware], tuple]
+    tokens: int
+    flops_per_token: float
+    common: dict[str, str] = dataclasses.field(default_factory=dict)
+    whole: bool = False
+    """Also the form of the published run: the whole state moved to the device and back."""
+
+
+def _moe(hardware: Hardware):
+    c = published_moe.Moe()
+    batch = {"tokens": jax.ShapeDtypeStruct((c.batch, c.seq + 1), jax.numpy.int32)}
+    placed = {"mesh": published_moe.mesh_of(hardware.devices), "param_specs": published_moe.specs(c)}
+    optimizer = optax.adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1)
+    return published_moe.make_loss(c), optimizer, published_moe.shapes(c), batch, placed | {"batch_spec": PartitionSpec(published_moe.AXIS)}
+
+
+def _small():
+    """MaxText's default decoder, which has 1.1 B parameters."""
+    sizes = {"model": 2048, "layers": 16, "heads": 16, "kv_heads": 16, "head_dim": 128, "mlp": 7168}
+    return dataclasses.replace(preset("llama-2-7b"), name="maxtext-1.1b", **sizes)
+
+
+def _dense(config, batch: int, seq: int):
+    return lambda hardware: (*llama.make(config, batch=batch, seq=seq), {})
+
+
+def cases() -> Iterator[Case]:
+    moe = published_moe.Moe()
+    yield Case(
+        name="MoE 360 B, state on host", machine="gb200:64", published="0.33 s exposed of 13.9 s; 8 ms/GiB over 34.6 GiB",
+        compiled="48 layers, d 6144, 128 experts top-4, 1024 x 4096; AdamW float32; layer input on the host with and without",
+        make=_moe, tokens=moe.batch * moe.seq, flops_per_token=moe.flops_per_token, common={"activation:layer_input": "host"},
+    )  # fmt: skip
+    config, batch, seq = preset("llama-3.1-70b"), 256, 4096
+    yield Case(
+        name="dense 70 B", machine="tpu-v6e:8x8", published="+2.5 % (DeepSeek-V3 on 256 TPU7x: 10.5 GB of state a device, 15.7 s)",
+        compiled="Llama-3.1-70B, seq 4096, 4 sequences a chip, full recompute, FSDP over 64: 8.8 GB of state a device",
+        make=_dense(config, batch, seq), tokens=batch * seq, flops_per_token=llama.train_flops_per_token(config, seq),
+    )  # fmt: skip
+    batch, seq = 32, 2048
+    yield Case(
+        name="dense 1.1 B", machine="tpu-v6e:4x8", published="tokens/s -9.5 % (32 x v6e; batch not published)",
+        compiled=f"16 layers, d 2048, seq {seq}, one sequence a chip, full recompute, FSDP over 32",
+        make=_dense(_small(), batch, seq), tokens=batch * seq, flops_per_token=llama.train_flops_per_token(_small(), seq), whole=True,
+    )  # fmt: skip
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """The forecasts of one case: resident, forebay's streamed state and, where the published run did so, the whole state moved."""
+    hardware = fb.Hardware.named(case.machine)
+    loss, optimizer, params, batch, placed = case.make(hardware)
+    work = fb.trace(loss, optimizer, params, batch, **placed)
+
+    def forecast(rules, whole=False) -> tuple[Forecast, Any]:
+        plan = fb.Plan.by_hand(work, case.common | rules, hardware=hardware)
+        state, batches = plan.abstract_state(), plan.abstract_batch()
+        if whole:
+            step, args = _whole(loss, optimizer, plan), (state.params, state.opt_state, batches)
+        else:
+            step, args = fb.train_step(loss, optimizer, plan), (state, batches)
+        with jax.sharding.use_abstract_mesh(plan.abstract_mesh()):
+            verdict = fb.judge(step, args, hardware, plan=plan, compiler_options=_options(hardware))
+        if not verdict.compiled:
+            raise SystemExit(f"{case.name}: {verdict.reason}")
+        return fb.predict(verdict, hardware, tokens=case.tokens, flops_per_token=case.flops_per_token), verdict
+
+    resident, _ = forecast({})
+    streamed, verdict = forecast({"optimizer": "host"})
+    row = _row(case, resident, streamed, verdict)
+    if case.whole:
+        moved, _ = forecast({"optimizer": "host"}, whole=True)
+        row["whole_seconds"], row["whole_change"] = moved.step_seconds, moved.step_seconds / resident.step_seconds - 1
+    return row
+
+
+def _options(hardware: Hardware) -> dict:
+    return {"xla_gpu_autotune_level": 0} if hardware.target.platform == "cuda" else {}
+
+
+def _whole(loss, optimizer, plan):
+    """The step as JAX trainers write it: the state to the device, the update, the state back."""
+
+    def step(params, state, batch):
+        (value, _), grads = jax.value_and_grad(loss, has_aux=True)(params, batch)
+        updates, new = optimizer.update(grads, jax.tree.map(lambda a: jax.device_put(a, DEVICE) if a.ndim else a, state), params)
+        new = jax.tree.map(lambda a: jax.device_put(a, HOST) if a.ndim else a, new)
+        return optax.apply_updates(params, updates), new, value
+
+    state = plan.abstract_state()
+    outs = jax.tree.map(lambda leaf: leaf.sharding, (state.params, state.opt_state))
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=(*outs, None))
+
+
+def _row(case: Case, resident: Forecast, streamed: Forecast, verdict) -> dict[str, Any]:
+    held = verdict.host.argument_bytes
+    exposed = _exposed_state(streamed)
+    use = {loop.bound: dict(loop.link_use) for loop in streamed.loops if len(loop.link_use) == 2}
+    return {
+        "row": case.name, "machine": case.machine, "published": case.published, "compiled": case.compiled,
+        "resident_seconds": resident.step_seconds, "host_seconds": streamed.step_seconds,
+        "change": streamed.step_seconds / resident.step_seconds - 1, "state_bytes": held, "exposed_seconds": exposed,
+        "ms_per_gib": 1e3 * exposed / (held / 2**30), "hbm_bytes": verdict.hbm.total_bytes, "host_bytes": verdict.host.total_bytes,
+        "loops": use, "unknown_share": streamed.unknown_share, "low_seconds": streamed.low_seconds, "high_seconds": streamed.high_seconds,
+        "notes": list(streamed.notes),
+    }  # fmt: skip
+
+
+def _exposed_state(forecast: Forecast) -> float:
+    """Exposed seconds of copies of arguments: the optimizer's state, not what the step itself sends out and back."""
+    return sum(copy.exposed_seconds for copy in forecast.copies if not copy.buffer.startswith("offloaded "))
+
+
+def show(rows: list[dict]) -> None:
+    """Print the rows and the sentences."""
+    print("\nThe optimizer's state on the host, against the same step with it in HBM (forecast)")
+    for r in rows:
+        print(f"{r['row']} on {r['machine']}: published {r['published']}")
+        print(f"  compiled: {r['compiled']}")
+        print(
+            f"  resident {r['resident_seconds']:.3f} s, streamed {r['host_seconds']:.3f} s ({100 * r['change']:+.1f} %, tokens/s "
+            f"{100 / (1 + r['change']) - 100:+.1f} %); {r['exposed_seconds']:.3f} s exposed, {r['ms_per_gib']:.1f} ms/GiB "
+            f"of {r['state_bytes'] / 2**30:.2f} GiB"
+        )
+        for bound, use in r["loops"].items():
+            print(f"  loop bound by {bound}: link full " + ", ".join(f"{way} {100 * share:.0f} %" for way, share in use.items()))
+        if "whole_change" in r:
+            print(f"  moved whole: {r['whole_seconds']:.3f} s ({100 * r['whole_change']:+.1f} %, tokens/s "
+                  f"{100 / (1 + r['whole_change']) - 100:+.1f} %)")  # fmt: skip
+    for name, why in WORDS:
+        print(f"{name}: {why}")
+
+
+def rows(only: str = "") -> list[dict]:
+    """Every case whose name holds ``only``."""
+    return [measure(case) for case in cases() if only in case.name]
+
+
+def keep(path: Path, made: list[dict]) -> None:
+    """Put rows into the JSON of ``validation.py``, beside those that are there."""
+    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    old = {row["row"]: row for row in record.get("offload", [])}
+    record |= {"jax": jax.__version__, "offload": list((old | {row["row"]: row for row in made}).values()), "words": dict(WORDS)}
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="only rows whose name holds this text")
+    parser.add_argument("--json", type=Path, help="also put the rows into this file")
+    arguments = parser.parse_args()
+    found = rows(arguments.only)
+    show(found)
+    if arguments.json:
+        keep(arguments.json, found)
