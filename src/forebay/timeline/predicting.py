@@ -96,7 +96,7 @@ def predict(
 
 def step_seconds(schedule: Schedule, hardware: Hardware, *, constants: Constants | None = None) -> float:
     """The step's seconds alone, without the band: one replay instead of three."""
-    return _replay(schedule, hardware, constants or constants_of(hardware.chip.name, hardware.chip.vendor), {}).now
+    return _replay(schedule, hardware, constants or constants_on(hardware), {}).now
 
 
 def events(verdict_or_hlo: Verdict | str | Schedule, hardware: Hardware, *, constants: Constants | None = None) -> tuple[Event, ...]:
