@@ -65,10 +65,7 @@ def _plan(words: list[str]) -> int:
 
     command = _parse("plan", planning.PlanCommand, words)
     answer = planning.answer(command)
-    if command.trace is not None:
-        from forebay.report.trace import write_trace
-
-        write_trace(answer.record, command.trace)
+    _write_trace(answer.record, command.trace)
     if command.as_json:
         sys.stdout.write(answer.text)
     else:
@@ -76,6 +73,13 @@ def _plan(words: list[str]) -> int:
 
         print(render_plan(answer.record, cached=answer.cached))
     return DONE if answer.record["verdict"]["fits"] else DOES_NOT_FIT
+
+
+def _write_trace(record: dict, path: Path | None) -> None:
+    if path is not None:
+        from forebay.report.trace import write_trace
+
+        write_trace(record, path)
 
 
 def _train(words: list[str]) -> int:
@@ -123,10 +127,7 @@ def _explain(words: list[str]) -> int:
         if loaded is None:
             raise InputError("explain needs a plan.json, or --oom with a log or an HLO dump")
         record = loaded.to_json()
-        if trace is not None:
-            from forebay.report.trace import write_trace
-
-            write_trace(record, trace)
+        _write_trace(record, trace)
         print(render_entries(record, entry) if entry else render_plan(record))
         return DONE
 
