@@ -53,9 +53,9 @@ def test_a_full_host_pool_lists_what_stands_on_the_host_and_the_variable(step_hl
     report = fb.explain_oom(POOL_ERROR, hlo=step_hlo)
     said = str(report)
     assert "pinned host memory (XLA's host pool), not the device" in said
-    assert "limit 59.60 GiB" in said
+    assert "limit 64.00 GiB" in said
     assert report.peak.temp_bytes == 2 * 2**30
-    assert "do: export XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=16, before jax starts" in said
+    assert "do: export XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=15, before jax starts" in said
 
 
 @pytest.mark.oldest

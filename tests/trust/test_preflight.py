@@ -123,8 +123,8 @@ def test_the_host_pool_is_sized_from_the_plan(tmp_path):
     root = tree(tmp_path)
     line = look(root, plan(host_gib=100))["XLA's host pool"]
     assert line.outcome == FAILED
-    assert line.mend == "export XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=119"
-    given = {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "119"}
+    assert line.mend == "export XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=110"
+    given = {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "110"}
     assert look(root, plan(host_gib=100), environment=given)["XLA's host pool"].outcome == OK
 
 
@@ -173,7 +173,7 @@ def test_variables_that_come_too_late_fail(tmp_path):
     assert early["environment"].outcome == OK
     late = preflight(plan(host_gib=100), machine=dataclasses.replace(facts, backend_ready=True))["environment"]
     assert late.outcome == FAILED
-    assert "start again with XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=119 XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 before the command" in late.mend
+    assert "start again with XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=110 XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 before the command" in late.mend
 
 
 def test_the_disk_is_measured_and_left_as_it_was(tmp_path):
@@ -195,7 +195,7 @@ def test_the_disk_is_measured_and_left_as_it_was(tmp_path):
 def test_the_report_prints_each_line_and_what_to_do(tmp_path):
     said = str(look(tree(tmp_path), plan(host_gib=100)))
     assert said.startswith("preflight on h100-sxm:1\n")
-    assert "do: export XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=119" in said
+    assert "do: export XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=110" in said
 
 
 def test_this_very_host_can_be_read(tmp_path):

@@ -20,12 +20,12 @@ from forebay.trust.oom_next import NextPlan, next_plans
 from forebay.trust.oom_peak import HBM, HOST, Live, Peak, find_peak
 from forebay.trust.oom_text import DISK, OUTSIDE, POOL, RAM, VMEM, Shortage, looks_like_oom, read_shortage
 from forebay.trust.oom_text import HBM as DEVICE
-from forebay.units import show_bytes, show_seconds
+from forebay.units import GIB, show_bytes, show_seconds
 
 SHOWN = 10
 MOST_BYTES_OF_A_LOG = 512 * 2**20
 POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-POOL_BYTES = 64 * 10**9
+POOL_BYTES = 64 * GIB  # the variable says GB and counts GiB
 _STORED = re.compile(r"stored_(params|opt_state|copies)\[(\d+)\]")
 
 
@@ -226,7 +226,7 @@ _POOLS = {
 
 def _limit(shortage: Shortage) -> int | None:
     if shortage.pool == POOL and shortage.limit_bytes is None:
-        return int(os.environ.get(POOL_VARIABLE, 0) or 0) * 10**9 or POOL_BYTES
+        return int(os.environ.get(POOL_VARIABLE, 0) or 0) * GIB or POOL_BYTES
     return shortage.limit_bytes
 
 
@@ -283,7 +283,7 @@ def _advice(report: OomReport) -> list[str]:
     if shortage is not None and pool == POOL:
         needed = report.peak.total_bytes if report.peak else 2 * (_limit(shortage) or POOL_BYTES)
         return [
-            f"export {POOL_VARIABLE}={-(-needed * 11 // 10 // 10**9)}, before jax starts; the host needs as much free RAM for each device"
+            f"export {POOL_VARIABLE}={-(-needed * 11 // 10 // GIB)}, before jax starts; the host needs as much free RAM for each device"
         ]
     return [_ADVICE[pool]]
 

@@ -16,7 +16,7 @@ from forebay.trust.preflight_machine import Machine, read_machine
 from forebay.units import GIB, show_bytes, show_seconds
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
-POOL_VARIABLE, POOL_BYTES = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64 * 10**9
+POOL_VARIABLE, POOL_BYTES = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64 * GIB
 FRACTION_VARIABLES, FRACTION_DEFAULT = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"), 0.75
 POOL_SPARE = 1.1
 """The pool's own fragments: it must be a tenth larger than what stands in it."""
@@ -201,12 +201,12 @@ def numa(needs: Needs, machine: Machine) -> Line:
 def host_pool(needs: Needs, machine: Machine) -> Line:
     """XLA's pinned pool of each device against the plan."""
     text = machine.environment.get(POOL_VARIABLE, "")
-    limit = int(text) * 10**9 if text.isdigit() else POOL_BYTES
+    limit = int(text) * GIB if text.isdigit() else POOL_BYTES
     wanted = int(needs.host_per_device * POOL_SPARE)
     detail = f"{show_bytes(needs.host_per_device)} for each device of a pool of {show_bytes(limit)} ({POOL_VARIABLE}={text or '64, unset'})"
     if wanted <= limit:
         return Line(name="XLA's host pool", outcome=OK, detail=detail)
-    return Line(name="XLA's host pool", outcome=FAILED, detail=detail, mend=f"export {POOL_VARIABLE}={math.ceil(wanted / 10**9)}")
+    return Line(name="XLA's host pool", outcome=FAILED, detail=detail, mend=f"export {POOL_VARIABLE}={math.ceil(wanted / GIB)}")
 
 
 def memory_fraction(needs: Needs, machine: Machine) -> Line:
