@@ -25,7 +25,7 @@ from forebay.training.models import llama
 from forebay.training.models.presets import preset
 
 WORDS = (
-    ("TPU 7x, DeepSeek-V3 671 B", "+2.5 %: the rate of its host link is not published, so no number for it; the dense rows stand in"),
+    ("TPU 7x, DeepSeek-V3 671 B", "+2.5 %: the rate of its host link is not published, so no number for it"),
     ("TPU v6e x 32, dense 1.1 B", "-9.5 % tokens/s: FSDP over 32 leaves 64 of a TPU's 128 lanes, and libtpu refuses the streamed update"),
     ("MI355X, Llama-3.1-405B", "380 s a step: no compiler for it here; about 1 GB/s is what whole-tree moves through pageable memory give"),
     ("GB200 x 128, activation offload", "+57 % and +2.9 %: batch and flags are not published"),
