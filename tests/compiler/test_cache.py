@@ -1,6 +1,7 @@
 """The cache: hits without a worker, keys, damage, folders that cannot be used, and eviction."""
 
 import errno
+import hashlib
 import os
 
 import jax
@@ -72,6 +73,17 @@ def test_a_damaged_entry_is_compiled_again_and_said(hardware, cache_folder, dama
     assert again.hbm == first.hbm
     assert any("was damaged" in message for message in again.messages)
     assert judge(double, ARGS, hardware).cached
+
+
+def test_an_entry_of_another_version_is_compiled_again_and_said(hardware, cache_folder):
+    """Whole by its checksum, and yet not what this version keeps."""
+    judge(double, ARGS, hardware)
+    (entry,) = cache_folder.glob("*.verdict")
+    for body in (b'{"status": "compiled", "colour": "red"}', b'{"status": 5}', b"[" * 5000, b"[]"):
+        entry.write_bytes(hashlib.sha256(body + b"\nhlo").hexdigest().encode() + b" " + body + b"\nhlo")
+        again = judge(double, ARGS, hardware)
+        assert again.fits and not again.cached
+        assert any("was damaged" in message for message in again.messages)
 
 
 def test_a_folder_that_cannot_be_used_is_said_and_worked_without(hardware, tmp_path, monkeypatch):

@@ -50,9 +50,23 @@ def test_copy_start_both_ways_and_a_sync_one():
         "%s = f32[4]{0} copy(%q)",
     )
     assert found == (
-        HostCopy(name="in", direction="to_device", bytes=16, asynchronous=True),
-        HostCopy(name="out", direction="to_host", bytes=16, asynchronous=False),
+        HostCopy(name="in", direction="to_device", bytes=16, asynchronous=True, work_between=0),
+        HostCopy(name="out", direction="to_host", bytes=16, asynchronous=False, work_between=0),
     )
+
+
+def test_work_between_a_start_and_its_end_is_counted():
+    found = copies(
+        "%p = f32[4]{0:S(5)} parameter(0)",
+        "%x = f32[4]{0} parameter(1)",
+        "%in = (f32[4]{0}, f32[4]{0:S(5)}, u32[]) copy-start(%p)",
+        "%a = f32[4]{0} add(%x, %x)",
+        "%t = (f32[4]{0}) tuple(%a)",
+        "%b = f32[4]{0} multiply(%a, %x)",
+        "%q = f32[4]{0} copy-done(%in)",
+        "%c = f32[4]{0} add(%q, %b)",
+    )
+    assert [copy.work_between for copy in found] == [2]
 
 
 def test_a_plain_copy_with_host_memory_on_both_sides():

@@ -57,7 +57,7 @@ def test_the_donated_state_is_updated_in_place_on_the_host(judged, machine):
 
 def test_fits_is_weighed_against_both_budgets(judged, machine):
     verdict = judged["weights"]
-    assert verdict.fits
+    assert verdict.fits == (not verdict.reason.startswith("refused: reversed-host-slice"))
     assert verdict.hbm_budget_bytes == machine.hbm_budget_bytes
     assert verdict.host_budget_bytes == machine.host_budget_bytes_per_device
 
@@ -187,8 +187,11 @@ def test_wrong_host_slices_are_named_where_this_version_makes_them(hardware):
     fn, args = notebook("activation"), notebook_args("activation", 8)
     named = "reversed-host-slice" in [hazard.id for hazard in judge(fn, args, hardware, donate_argnums=()).hazards]
     assert named == (jax.__version__ in ("0.10.2", "0.11.0"))
+    assert judge(fn, args, hardware, donate_argnums=()).fits is not named
     safe = judge(fn, args, hardware, donate_argnums=(), compiler_options={"xla_disable_hlo_passes": "dynamic-slice-annotator"})
     assert "reversed-host-slice" not in [hazard.id for hazard in safe.hazards]
+    assert safe.fits
+    assert any("keeps the hazard reversed-host-slice" in message for message in safe.messages) == named
 
 
 def test_nested_scans_with_offload_are_a_reason_not_a_traceback(hardware):

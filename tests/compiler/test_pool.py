@@ -1,5 +1,6 @@
 """However a compile ends, judge answers: limits, kills, aborts, a compiler that is not there, and a parent that dies."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -152,3 +153,33 @@ judge(slow, ARGS, Hardware.named("h100-sxm:8"), cache=False)
         time.sleep(0.1)
     assert not is_running(worker)
     assert not Path(folder).exists()
+
+
+def test_a_full_disk_is_said_with_the_folder_and_the_next_compile_works(hardware, monkeypatch):
+    pool.close_workers()
+    write = Path.write_bytes
+
+    def full(path, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(CompilerError, match=r"No space left on device\); free some space there, or set TMPDIR"):
+        judge(lambda x: x + 3, ARGS, hardware, cache=False)
+    monkeypatch.setattr(Path, "write_bytes", write)
+    assert judge(lambda x: x + 3, ARGS, hardware, cache=False).fits
+
+
+def test_an_answer_that_finds_no_room_is_said_and_the_next_compile_works(hardware, monkeypatch):
+    pool.close_workers()
+    start = pool.Worker.__init__
+
+    def with_a_full_disk(worker, devices):
+        start(worker, devices)
+        (worker.folder / "hlo.gz").symlink_to("/dev/full")
+
+    monkeypatch.setattr(pool.Worker, "__init__", with_a_full_disk)
+    with pytest.raises(CompilerError, match=r"cannot be written to .* \(No space left on device\)"):
+        judge(lambda x: x + 4, ARGS, hardware, cache=False)
+    monkeypatch.setattr(pool.Worker, "__init__", start)
+    pool.close_workers()
+    assert judge(lambda x: x + 4, ARGS, hardware, cache=False).fits

@@ -10,6 +10,7 @@ from small import LAYERS, loss_fn, shapes, traced
 import forebay as fb
 from forebay.plan import streams
 from forebay.plan.fsdp import propose_spec
+from forebay.plan.options import unsliced_axes
 from forebay.plan.streams import chunk
 from forebay.workload import Tensor
 
@@ -89,3 +90,18 @@ def test_a_norm_over_the_leaf_does_not_hinder_streaming_but_a_factorisation_does
 def test_the_proposed_sharding_leaves_the_stacked_axis_whole(shape, devices, layered, spec):
     tensor = Tensor(name="parameter:w", role="parameter", shape=shape, dtype="float32", bytes=4)
     assert propose_spec(tensor, devices, layered) == spec
+
+
+def test_a_minor_axis_that_the_compiler_updates_no_part_of_is_not_cut(monkeypatch):
+    assert unsliced_axes("tpu", "0.10.2") == {-1}
+    assert unsliced_axes("tpu", "0.12.0.1") == unsliced_axes("cuda", "0.10.2") == frozenset()
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, "float32")  # noqa: E731
+    one = fb.trace(lambda p, b: ((b @ p[0]) ** 2).mean(), optax.adam(0.1), shape(1, 256, 512), shape(16, 256))
+    modes = {}
+    for unsliced in (frozenset(), frozenset({-1})):
+        monkeypatch.setattr("forebay.plan.plan.unsliced_axes", lambda _, unsliced=unsliced: unsliced)
+        plan = fb.Plan.by_hand(one, HOST, hardware=fb.Hardware.named("tpu-v5p:2x2x1"))
+        [modes[unsliced]] = [s for s, f in zip(plan.streams, one.families, strict=True) if f.params]
+    assert (modes[frozenset()].mode, modes[frozenset()].axis) == ("slices", 2)
+    assert modes[frozenset({-1})].mode == "whole"
+    assert "one of which this compiler updates no part" in modes[frozenset({-1})].reason

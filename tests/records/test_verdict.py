@@ -50,7 +50,7 @@ def test_a_verdict_without_sizes_goes_there_and_back():
     assert not killed.compiled
 
 
-@pytest.mark.parametrize("damage", [lambda data: data.pop("host_copies"), lambda data: data.update(colour="red")])
+@pytest.mark.parametrize("damage", [lambda data: data.pop("reason"), lambda data: data.update(colour="red")])
 def test_a_foreign_file_is_an_input_error(damage):
     data = verdict().to_json()
     damage(data)

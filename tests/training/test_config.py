@@ -66,8 +66,8 @@ def test_what_cannot_be_meant_is_refused(words, message):
     ("text", "message"),
     [
         ("{", "is not JSON"),
-        ("[1]", "does not hold a run's settings"),
-        ('{"stepz": 1}', "'stepz' that does not exist; did you mean 'steps'"),
+        ("[1]", "the value is [1]; it must be an object"),
+        ('{"stepz": 1}', "stepz is no field of it; did you mean 'steps'"),
     ],
 )
 def test_a_broken_config_file_is_named(tmp_path, text, message):
@@ -75,6 +75,15 @@ def test_a_broken_config_file_is_named(tmp_path, text, message):
     with pytest.raises(InputError, match=r"config\.json") as caught:
         config.load(tmp_path)
     assert message in str(caught.value)
+
+
+def test_a_full_disk_leaves_the_settings_that_were_there(tmp_path):
+    run = config.TrainConfig(out=tmp_path)
+    config.save(run)
+    (tmp_path / "config.json.new").symlink_to("/dev/full")
+    with pytest.raises(InputError, match=r"config\.json cannot be written \(No space left on device\)"):
+        config.save(dataclasses.replace(run, steps=7))
+    assert config.load(tmp_path).steps == run.steps
 
 
 def test_configuration_and_data_load_no_jax():

@@ -6,6 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
+from forebay.errors import CheckpointError
 from forebay.training import metrics
 
 pytestmark = pytest.mark.oldest
@@ -64,3 +65,22 @@ def test_tensorboard_files_are_written_where_it_is_installed(tmp_path):
     pytest.importorskip("tensorboard")
     write(tmp_path, [1])
     assert len(list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))) == 1
+
+
+def test_a_full_disk_is_said_with_the_step_and_the_way_on(tmp_path):
+    with metrics.MetricsLog(tmp_path, done=0, steps=10, console=Console(file=io.StringIO())) as log:
+        log.write(row(1))
+        log._file.close()
+        log._file = open("/dev/full", "w")  # noqa: SIM115  the log closes it
+        with pytest.raises(CheckpointError, match=r"step 2 cannot be written to .*No space left on device.*go on with --resume"):
+            log.write(row(2))
+    write(tmp_path, [2], done=1)
+    assert [line["step"] for line in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize("line", ["5", "[]", '{"step": "two"}', '{"loss": 1.0}', '{"step": 2, "loss": NaN}', "[" * 5000])
+def test_a_line_that_is_no_step_ends_what_is_read(tmp_path, line):
+    write(tmp_path, [1])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    assert [row["step"] for row in metrics.read(tmp_path / "metrics.jsonl")] == [1]

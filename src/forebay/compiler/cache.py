@@ -12,6 +12,7 @@ import tempfile
 from forebay.compiler.folder import folder
 from forebay.compiler.jaxcompat import Program
 from forebay.compiler.outcome import LASTING, Outcome
+from forebay.records.reading import Unreadable, parse
 
 FORMAT = 1  # raise it when the meaning of an entry changes
 LIMIT_BYTES = 2 * 2**30
@@ -39,8 +40,8 @@ def read(key: str) -> tuple[Outcome | None, tuple[str, ...]]:
         digest, _, body = head.partition(b" ")
         if digest.decode() != hashlib.sha256(body + b"\n" + hlo_gzip).hexdigest():
             raise ValueError("its checksum is wrong")
-        found = Outcome.from_json(json.loads(body), hlo_gzip)
-    except (ValueError, TypeError, KeyError) as problem:
+        found = Outcome.from_json(parse(body.decode()), hlo_gzip)
+    except (ValueError, Unreadable) as problem:
         with contextlib.suppress(OSError):
             path.unlink()
         return None, (f"the entry {path} of the compile cache was damaged ({problem}); the program is compiled again",)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from forebay.compiler.hlo import Findings
-from forebay.records.hazards import HAZARDS, in_range
+from forebay.records.hazards import HAZARDS, WRONG_RESULTS, in_range
 from forebay.records.verdict import HOST_TO_HOST, Hazard, Memory
 from forebay.units import show_bytes
 
@@ -29,6 +29,23 @@ def hazards(evidence: Evidence, jaxlib: str, platform: str) -> tuple[Hazard, ...
         if in_range(row, jaxlib, platform) and (detail := _TESTS[row.id](evidence)):
             found.append(Hazard(id=row.id, message=f"{row.message} Here: {detail}.", action=row.action))
     return tuple(found)
+
+
+def avoided(options: Mapping[str, object], jaxlib: str, platform: str) -> tuple[str, ...]:
+    """The rows with wrong results that exist here and that ``options`` keep away, each as a sentence."""
+    rows = [row for row in HAZARDS if row.severity == WRONG_RESULTS and in_range(row, jaxlib, platform)]
+    return tuple(
+        f"compiled with {name}={value}, which keeps the hazard {row.id} of jaxlib {jaxlib} away"
+        for row in rows
+        for name, value in row.options.items()
+        if str(value) in str(options.get(name, "")).split(",")
+    )
+
+
+def refused(found: tuple[Hazard, ...]) -> str:
+    """Why a program that compiles must not run: the hazards with wrong results among ``found``; empty where there are none."""
+    wrong = {row.id for row in HAZARDS if row.severity == WRONG_RESULTS}
+    return "; ".join(f"refused: {hazard.id}, its results would be wrong. {hazard.action}" for hazard in found if hazard.id in wrong)
 
 
 def _on(evidence: Evidence, option: str) -> bool:

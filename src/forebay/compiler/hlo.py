@@ -11,6 +11,7 @@ from collections import Counter
 
 from forebay.compiler.indices import Loop, misplaced, read_loop
 from forebay.compiler.lines import ARRAY, Instruction, array_bytes, closing, read_lines, split_type
+from forebay.errors import InputError
 from forebay.records.verdict import HOST_TO_HOST, TO_DEVICE, TO_HOST, HostCopy
 
 HOST = "S(5)"
@@ -20,6 +21,7 @@ _ATTENTION = re.compile(r"fmha|flash|splash|tpu_custom_call|triton_kernel_call|m
 _MOVES = set("parameter constant bitcast copy slice dynamic-slice dynamic-update-slice tuple get-tuple-element".split())
 _INDEX_WORK = _MOVES | set("add subtract multiply compare select convert clamp minimum maximum broadcast reshape".split())
 _NO_WORK = set("parameter constant tuple get-tuple-element bitcast while call conditional opt-barrier after-all add-dependency".split())
+_WITHOUT_TIME = _NO_WORK - {"while", "call", "conditional"}
 _CUSTOM_CALLS_WITHOUT_WORK = ("AllocateBuffer", "MoveToHost", "MoveToDevice", "annotate_device_placement")
 
 
@@ -38,8 +40,15 @@ class Findings:
 
 
 def read_hlo(text: str) -> Findings:
-    """What ``text``, the scheduled HLO of one program, says of host memory, rematerialisation and attention."""
-    return _Reader(text).findings()
+    """What ``text``, the scheduled HLO of one program, says of host memory, rematerialisation and attention.
+
+    Raises:
+        InputError: it is not HLO as XLA writes it.
+    """
+    try:
+        return _Reader(text).findings()
+    except RecursionError:
+        raise InputError("this is not HLO as XLA writes it: a value or a computation of it leads back to itself") from None
 
 
 def _arrays(type_text: str) -> list[tuple[int, bool, bool]]:
@@ -111,14 +120,24 @@ class _Reader:
             return None
         loop, trips = self.scheduled[instruction.computation]
         asynchronous = opcode.endswith("-start") and '"is_sync":true' not in instruction.line
-        return HostCopy(name=instruction.name, direction=sides[0], bytes=sides[1], asynchronous=asynchronous, loop=loop, trip_count=trips)
+        return HostCopy(
+            name=instruction.name, direction=sides[0], bytes=sides[1], asynchronous=asynchronous, loop=loop, trip_count=trips,
+            work_between=self._work_between(instruction) if opcode.endswith("-start") else None,
+        )  # fmt: skip
+
+    def _work_between(self, start: Instruction) -> int:
+        """Instructions with work of their own between a start and the first that waits for it, in the order of the schedule."""
+        scheduled = self.module.members[start.computation]
+        behind = scheduled[scheduled.index(start) + 1 :]
+        done = next((k for k, item in enumerate(behind) if start.name in item.operands), len(behind))
+        return sum(item.opcode not in _WITHOUT_TIME and not item.opcode.endswith(("-start", "-done")) for item in behind[:done])
 
     def _sides_of_start(self, instruction: Instruction) -> tuple[str, int] | None:
         members = split_type(instruction.result)
-        if instruction.opcode == "copy-start":
-            return _direction(_arrays(members[1]), _arrays(members[0]))
         if instruction.opcode in ("send-start", "recv-start") or len(members) < 2:
             return None
+        if instruction.opcode == "copy-start":
+            return _direction(_arrays(members[1]), _arrays(members[0]))
         if instruction.opcode in ("fusion-start", "async-start") and not self._only_moves(instruction):
             return None
         update = "update" in instruction.opcode or self._updates(instruction)
@@ -131,6 +150,8 @@ class _Reader:
     def _sides_of_arrays(self, sources: list, results: list, update: bool) -> tuple[str, int] | None:
         if update:  # one operand is the buffer that is written in place; what moves is the update
             moved = [array for array in sources if not array[2]]
+            if not moved or not results:
+                return None
             moved.remove(next((array for array in moved if array[0] == results[0][0]), moved[0]))
             return _direction(moved, [(size, results[0][1], False) for size, _, _ in moved])
         return _direction([array for array in sources if not array[2]], results)

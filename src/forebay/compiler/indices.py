@@ -16,6 +16,7 @@ _SAME = ("copy", "bitcast", "convert", "reshape")
 _TWO = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "minimum": min, "maximum": max, "and": operator.and_,
         "or": operator.or_}  # fmt: skip
 _COMPARE = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne}
+_OPERANDS = dict.fromkeys(_SAME, 1) | dict.fromkeys(_TWO, 2) | {"negate": 1, "compare": 2, "select": 3, "clamp": 3}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +54,11 @@ def misplaced(module: Module, started: Instruction, loop: Loop) -> bool:
             continue
         for turn in turns:
             counter = (loop.position, loop.first + turn * loop.step)
-            given = {name: _value(module, started.operands[number], {}, counter) for name, number in numbers.items()}
+            given = {
+                name: _value(module, started.operands[number], {}, counter)
+                for name, number in numbers.items()
+                if number < len(started.operands)
+            }
             if _offset(module, item, given, counter) != line[0] + turn * line[1]:
                 return True
     return False
@@ -97,6 +102,8 @@ def _value(module: Module, name: str, given: dict, counter: tuple[int, int]):
         return None
     if found.opcode == "constant":
         return _constant(found)
+    if not found.operands:
+        return None
     if found.opcode == "get-tuple-element":
         source = module.by_name.get(found.operands[0])
         if source is None or source.opcode != "parameter":
@@ -107,6 +114,8 @@ def _value(module: Module, name: str, given: dict, counter: tuple[int, int]):
 
 
 def _apply(module: Module, found: Instruction, values: list, counter: tuple[int, int]):
+    if len(values) != _OPERANDS.get(found.opcode, len(values)):
+        return None
     if found.opcode in _SAME:
         return values[0]
     if found.opcode in _TWO:
@@ -130,11 +139,11 @@ def _inside(module: Module, found: Instruction, values: list, counter: tuple[int
     if root is None:
         return None
     numbers = _parameters(inside)
-    return _value(module, root.name, {name: values[number] for name, number in numbers.items()}, counter)
+    return _value(module, root.name, {name: values[number] for name, number in numbers.items() if number < len(values)}, counter)
 
 
 def _constant(found: Instruction):
     text = first_match(r"constant\(([^)]*)\)", found.line).group(1)
     if text in ("true", "false"):
         return text == "true"
-    return int(text) if re.fullmatch(r"-?\d+", text) else None
+    return int(text) if re.fullmatch(r"-?\d{1,20}", text) else None

@@ -50,6 +50,7 @@ _SETTINGS = (
     "jax_compiler_enable_remat_pass",
     "jax_use_shardy_partitioner",
     "jax_disable_most_optimizations",
+    "jax_remat3",  # changes what is lowered, not how it is compiled; the hazard of that name looks for it
 )
 
 

@@ -6,11 +6,12 @@ import threading
 
 from forebay.compiler import cache as store
 from forebay.compiler import jaxcompat, lowering, outcome, versions
-from forebay.compiler.detect import Evidence, hazards
+from forebay.compiler.detect import Evidence, avoided, hazards, refused
 from forebay.compiler.hlo import read_hlo
 from forebay.compiler.honour import compare
 from forebay.compiler.outcome import Outcome
 from forebay.compiler.pool import compile_in_worker
+from forebay.compiler.validate import validate
 from forebay.errors import InputError
 from forebay.records.verdict import Memory, Verdict
 from forebay.units import show_bytes
@@ -127,13 +128,19 @@ def _with_findings(verdict: Verdict, found: Outcome, program, plan, request: dic
     findings = read_hlo(verdict.hlo)
     evidence = Evidence(findings=findings, host=host, options=request["compiler_options"], settings=request["settings"])
     fits, reason = _weigh(hbm, host, verdict)
+    jaxlib, platform = verdict.versions["jaxlib"], request["platform"]
+    met = hazards(evidence, jaxlib, platform)
+    if wrong := refused(met):
+        fits, reason = False, f"{wrong}; {reason}"
     honoured, ignored = compare(program.arguments, findings, tuple(getattr(plan, "entries", ())))
     return dataclasses.replace(
         verdict,
         fits=fits,
         reason=reason,
         host_copies=findings.host_copies,
-        hazards=hazards(evidence, verdict.versions["jaxlib"], request["platform"]),
+        hazards=met,
+        messages=(*verdict.messages, *avoided(request["compiler_options"], jaxlib, platform)),
+        facts=validate(findings, honoured, ignored),
         honoured=honoured,
         ignored=ignored,
         attention=findings.attention,

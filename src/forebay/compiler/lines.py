@@ -4,6 +4,8 @@ import dataclasses
 import math
 import re
 
+from forebay.errors import InputError
+
 ARRAY = re.compile(r"(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(")
@@ -78,7 +80,8 @@ def read_lines(text: str) -> Module:
 def first_match(pattern: str, text: str) -> re.Match[str]:
     """The first match of ``pattern`` in a piece of HLO that always has one."""
     found = re.search(pattern, text)
-    assert found is not None, f"no {pattern} in {text}"
+    if found is None:
+        raise InputError(f"this is not HLO as XLA writes it: there is no {pattern} in {text[:160]!r}")
     return found
 
 
@@ -94,7 +97,8 @@ def array_bytes(dtype: str, dimensions: str) -> int:
 def shape_of(type_text: str) -> tuple[int, list[int]]:
     """Bytes of one element and the dimensions of an array type."""
     found = ARRAY.match(type_text)
-    assert found is not None, f"{type_text} is not an array type"
+    if found is None:
+        raise InputError(f"this is not HLO as XLA writes it: {type_text[:160]!r} is not an array type")
     dtype, dimensions, _ = found.groups()
     return array_bytes(dtype, ""), [int(part) for part in re.findall(r"\d+", dimensions)]
 

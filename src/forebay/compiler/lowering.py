@@ -5,6 +5,7 @@ them drops ``memory_kind="pinned_host"`` without a word. A program without any m
 """
 
 import dataclasses
+import re
 import warnings
 
 import jax
@@ -50,6 +51,7 @@ def lower(fn, args: tuple, platform: str, donate_argnums: tuple[int, ...]) -> Lo
     messages = dict.fromkeys(f"jax: {item.category.__name__}: {str(item.message).splitlines()[0]}" for item in caught)
     program = jaxcompat.describe(lowered)
     _refuse_custom_partitioning(program)
+    _refuse_donation_across_memories(program)
     return Lowered(program=program, mesh_devices=max(meshes, default=None), messages=tuple(messages))
 
 
@@ -138,3 +140,22 @@ def _refuse_custom_partitioning(program: jaxcompat.Program) -> None:
             "into the Python of the process that lowered it, so it cannot be compiled in a worker. Use an attention without it, such as "
             "forebay.training.models.attention, which runs the same cuDNN kernels under jax.shard_map"
         )
+
+
+def _refuse_donation_across_memories(program: jaxcompat.Program) -> None:
+    """XLA takes a donated device buffer for the host buffer of a result and then fails inside (openxla/xla 29270)."""
+    head = next((line for line in program.text.splitlines() if "func.func public @main(" in line), "")
+    given, _, returned = head.partition(") -> ")
+    results = re.split(r"(?=tensor<)", returned)[1:]
+    for number, argument in enumerate(re.split(r"(?=%arg\d+: )", given)[1:]):
+        reused = re.search(r"tf\.aliasing_output = (\d+)", argument)
+        if reused is None or int(reused.group(1)) >= len(results):
+            continue
+        on_host = ["pinned_host" in text for text in (argument, results[int(reused.group(1))])]
+        if on_host[0] != on_host[1]:
+            name = program.arguments[number][0] if number < len(program.arguments) else f"argument {number}"
+            where = [("on the device", "in host memory")[host] for host in on_host]
+            raise CompilerError(
+                f"{name} stands {where[0]} and is donated to a result {where[1]}, and XLA cannot use one buffer for both. Do not "
+                "donate it; to move a state between memories use forebay.place, which frees each leaf as it goes"
+            )

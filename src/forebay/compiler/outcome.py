@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from forebay.records.reading import build
+
 COMPILED, REFUSED, ABORTED, KILLED, TIMED_OUT, OVER_MEMORY = "compiled", "refused", "aborted", "killed", "timed out", "over memory"
 LASTING = (COMPILED, REFUSED)  # what the same program will meet again; the rest depends on the machine and the moment
 
@@ -12,7 +14,7 @@ class Outcome:
 
     status: str
     reason: str = ""
-    sizes: dict | None = None
+    sizes: dict[str, dict[str, int]] | None = None
     messages: tuple[str, ...] = ()
     compile_seconds: float = 0.0
     versions: dict = dataclasses.field(default_factory=dict)
@@ -24,4 +26,5 @@ class Outcome:
 
     @classmethod
     def from_json(cls, data: dict, hlo_gzip: bytes = b"") -> "Outcome":
-        return cls(**{**data, "messages": tuple(data["messages"]), "hlo_gzip": hlo_gzip})
+        """What ``to_json`` wrote, with its HLO. Raises Unreadable on a field that is not of its type."""
+        return dataclasses.replace(build(cls, data), hlo_gzip=hlo_gzip)

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from forebay.compiler import outcome as kinds
@@ -30,6 +31,7 @@ KEPT_SECONDS = 600  # less than the worker's own IDLE_SECONDS, so that none ends
 RETIRE_RSS_BYTES = 4 * 2**30  # a worker that has grown past this is not kept: XLA gives little memory back
 _POLL_SECONDS = 0.05
 _MARKER = "forebay-compile-begins"
+_FULL = "the compiler's files cannot be written to {} ({}); free some space there, or set TMPDIR to a folder on another disk"
 
 _lock = threading.Lock()
 _idle: dict[tuple[str, int], list["Worker"]] = {}
@@ -61,7 +63,7 @@ class Worker:
     def ask(self, request: dict, bytecode: bytes, time_limit_seconds: float, memory_limit_bytes: int) -> Outcome:
         """Compile ``bytecode`` as ``request`` says, or the reason why that came to no end."""
         module, hlo = self.folder / "module.mlirbc", self.folder / "hlo.gz"
-        module.write_bytes(bytecode)
+        _unless_full(lambda: module.write_bytes(bytecode))
         request = request | {"module": str(module), "hlo": str(hlo), "marker": _MARKER}
         printed = self.log.stat().st_size
         start = time.monotonic()
@@ -82,6 +84,8 @@ class Worker:
         return self._outcome(json.loads(reply), hlo, printed)
 
     def _outcome(self, reply: dict, hlo: Path, printed: int) -> Outcome:
+        if reply["status"] == "unwritten":
+            raise CompilerError(_FULL.format(self.folder, reply["reason"]))
         if reply["status"] == "unavailable":
             raise CompilerError(f"the target's compiler cannot be started: {reply['reason']}")
         compressed = hlo.read_bytes() if reply["status"] == kinds.COMPILED else b""
@@ -167,7 +171,15 @@ def _take(key: tuple[str, int]) -> Worker:
             if worker.process.poll() is None and time.monotonic() - worker.idle_since < KEPT_SECONDS:
                 return worker
             worker.close()
-    return Worker(key[1])
+    return _unless_full(lambda: Worker(key[1]))
+
+
+def _unless_full(act: Callable):
+    """What ``act`` gives. Raises CompilerError where the folder for temporary files takes nothing."""
+    try:
+        return act()
+    except OSError as problem:
+        raise CompilerError(_FULL.format(tempfile.gettempdir(), problem.strerror)) from problem
 
 
 def _give_back(key: tuple[str, int], worker: Worker) -> None:

@@ -90,8 +90,11 @@ def serve(request: dict) -> dict:
         text = str(problem).strip() or type(problem).__name__
         print(text, file=sys.stderr, flush=True)  # the whole of it is kept among the messages
         return {"status": "refused", "reason": text.splitlines()[0], "compile_seconds": time.perf_counter() - start}
-    with open(request["hlo"], "wb") as file:
-        file.write(gzip.compress(text.encode(), compresslevel=3))
+    try:
+        with open(request["hlo"], "wb") as file:
+            file.write(gzip.compress(text.encode(), compresslevel=3))
+    except OSError as problem:
+        return {"status": "unwritten", "reason": str(problem.strerror)}
     return {"status": "compiled", "sizes": sizes, "compile_seconds": seconds}
 
 

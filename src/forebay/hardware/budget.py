@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from forebay.hardware.chip import Chip
 from forebay.hardware.quantity import Quantity
+from forebay.records.reading import build
 from forebay.units import GIB
 
 MEMORY_FRACTION = Quantity(
@@ -43,7 +44,7 @@ class Budget:
     @classmethod
     def from_json(cls, record: dict) -> "Budget":
         """The budget that ``to_json`` wrote."""
-        return cls(**{name: Quantity.from_json(figure) for name, figure in record.items()})
+        return build(cls, record)
 
 
 def propose(chip: Chip, hbm_bytes: int, host_ram_bytes: int) -> Budget:

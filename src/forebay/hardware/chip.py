@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from forebay.hardware.quantity import Quantity
+from forebay.records.reading import build
 
 
 def _json(value):
@@ -40,7 +41,7 @@ class Link:
     @classmethod
     def from_json(cls, record: dict) -> "Link":
         """The link that ``to_json`` wrote."""
-        return cls(name=record["name"], **{name: Quantity.known_or_none(record[name]) for name in cls.RATES})
+        return build(cls, record)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +66,7 @@ class Fabric:
     @classmethod
     def from_json(cls, record: dict | None) -> "Fabric | None":
         """The fabric that ``to_json`` wrote; None stays None."""
-        if record is None:
-            return None
-        rate = Quantity.from_json(record["bytes_per_second"])
-        return cls(name=record["name"], bytes_per_second=rate, domain_chips=record["domain_chips"])
+        return build(cls | None, record)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +87,7 @@ class Host:
     @classmethod
     def from_json(cls, record: dict) -> "Host":
         """The host that ``to_json`` wrote."""
-        ram, rate = Quantity.from_json(record["ram_bytes"]), Quantity.known_or_none(record["dram_bytes_per_second"])
-        return cls(chips=record["chips"], ram_bytes=ram, dram_bytes_per_second=rate, bounds=tuple(record["bounds"]))
+        return build(cls, record)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +109,7 @@ class Sustained:
     @classmethod
     def from_json(cls, record: dict) -> "Sustained":
         """The rates that ``to_json`` wrote."""
-        curves = record["matmul_flops"].items()
-        return cls(
-            hbm_bytes_per_second=Quantity.known_or_none(record["hbm_bytes_per_second"]),
-            matmul_flops={d: {int(side): Quantity.from_json(rate) for side, rate in curve.items()} for d, curve in curves},
-        )
+        return build(cls, record)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,12 +159,4 @@ class Chip:
     @classmethod
     def from_json(cls, record: dict) -> "Chip":
         """The chip that ``to_json`` wrote."""
-        fields = {**record, "driver_names": tuple(record["driver_names"])}
-        for name, reader in {"link": Link, "interconnect": Fabric, "nic": Fabric, "host": Host, "hbm_bytes": Quantity}.items():
-            fields[name] = reader.from_json(record[name])
-        if "sustained" in record:  # plans from before `forebay probe` have none
-            fields["sustained"] = Sustained.from_json(record["sustained"])
-        fields["hbm_bytes_per_second"] = Quantity.known_or_none(record["hbm_bytes_per_second"])
-        for name in ("peak_flops", "xla"):
-            fields[name] = {key: Quantity.from_json(figure) for key, figure in record[name].items()}
-        return cls(**fields)
+        return build(cls, record)

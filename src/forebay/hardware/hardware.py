@@ -4,7 +4,7 @@ Sizes and rates on ``Hardware`` are per jax *device*; those on ``Hardware.chip``
 devices on a chip, and nowhere else.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from forebay.errors import InputError, PlanError
 from forebay.hardware import budget, grammar, store, targets
@@ -12,6 +12,7 @@ from forebay.hardware.budget import Budget
 from forebay.hardware.chip import Chip, Fabric, Link
 from forebay.hardware.quantity import Quantity
 from forebay.hardware.targets import Target
+from forebay.records.reading import build
 from forebay.units import parse_bytes
 
 
@@ -173,11 +174,11 @@ class Hardware:
         Raises:
             PlanError: the record is not one that ``to_json`` wrote.
         """
+        known = {field.name for field in fields(cls)}  # the rest is the summary that people read
         try:
-            plain = {name: record[name] for name in ("name", "hosts", "devices_per_host", "topology")}
-            return cls(**plain, chip=Chip.from_json(record["chip"]), budget=Budget.from_json(record["budget"]))
-        except (KeyError, TypeError, AttributeError, ValueError, AssertionError) as error:
-            raise PlanError(f"the record of the machine cannot be read ({type(error).__name__}: {error}); make the plan again") from error
+            return build(cls, {name: value for name, value in record.items() if name in known} if isinstance(record, dict) else record)
+        except InputError as error:
+            raise PlanError(f"the record of the machine cannot be read: {error}; make the plan again") from None
 
 
 def _with_sizes(chip: Chip, hbm: str | int | None, host_ram: str | int | None) -> Chip:

@@ -6,7 +6,6 @@ both directions at once are the better of one program and two copies. Host DRAM 
 and shown. Every figure taken is a ``Quantity`` of kind *measured* that says when, how often and how far the repetitions lie apart.
 """
 
-import json
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from forebay.hardware.grammar import Request, parse_shape
 from forebay.hardware.hardware import Hardware
 from forebay.hardware.quantity import Quantity
 from forebay.hardware.reading import Reading
+from forebay.records.reading import Unreadable, parse
 
 SCHEMA = 1
 
@@ -127,13 +127,13 @@ def load(name: str) -> Machine:
     path = store.path_of(name)
     text = store.read_text(name)
     try:
-        record = json.loads(text)
+        record = parse(text)
         if record["schema"] != SCHEMA:
             raise InputError(
                 f"{path} has schema {record['schema']!r} and this forebay reads {SCHEMA}; run `forebay probe --name {name}` again"
             )
         return Machine.from_json(record)
-    except (PlanError, KeyError, TypeError, AttributeError, ValueError, AssertionError) as problem:
+    except (PlanError, Unreadable, KeyError, TypeError, AttributeError, ValueError, AssertionError) as problem:
         reason = f"{type(problem).__name__}: {problem}"[:200]
         raise InputError(
             f"the measured machine {path} is damaged ({reason}); delete it, or measure again with `forebay probe --name {name}`"

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass, replace
 
+from forebay.records.reading import build
+
 KINDS = ("datasheet", "publication", "compiler", "measured", "derived", "assumption", "given")
 """Where figures come from: a maker's page, a third party's measurement, the target's compiler, a measurement on this
 machine, arithmetic from a relative in the same family, a choice of forebay's, or the user."""
+_LARGEST = 1e30  # beyond any byte, rate or count of a machine, and products of two are still numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,7 @@ class Quantity:
     def __post_init__(self):
         assert self.source, f"a figure of {self.value} without a source"
         assert self.kind in KINDS, f"{self.kind!r} is not one of {KINDS}"
-        assert self.value >= 0, f"a figure of {self.value} from {self.source}"
+        assert 0 <= self.value < _LARGEST, f"a figure of {self.value} from {self.source}"
 
     def __float__(self) -> float:
         return float(self.value)
@@ -42,7 +45,7 @@ class Quantity:
     @classmethod
     def from_json(cls, record: dict) -> "Quantity":
         """The figure that ``to_json`` wrote."""
-        return cls(record["value"], record["source"], record.get("date"), record["kind"])
+        return build(cls, record)
 
     @classmethod
     def known_or_none(cls, record: dict | None) -> "Quantity | None":

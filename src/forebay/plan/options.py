@@ -2,7 +2,7 @@
 
 import importlib.metadata
 
-from forebay.records.hazards import HAZARDS, in_range
+from forebay.records.hazards import HAZARDS, in_range, version_key
 
 
 def compiler_options(platform: str, hosted: bool, jaxlib: str | None = None) -> tuple[dict[str, object], tuple[str, ...]]:
@@ -18,3 +18,12 @@ def compiler_options(platform: str, hosted: bool, jaxlib: str | None = None) -> 
             names = ", ".join(f"{k}={v}" for k, v in row.options.items())
             reasons.append(f"{names}: {row.id} on jaxlib {jaxlib} ({platform})")
     return options, tuple(reasons)
+
+
+def unsliced_axes(platform: str, jaxlib: str | None = None) -> frozenset[int]:
+    """Axes, counted from the last, of which the compiler of ``platform`` cannot update a part of an array in host memory.
+
+    libtpu 0.0.42 (jaxlib 0.10.2) refuses parts of the minor axis ("Lane slice updating is not supported"); 0.0.50 (jaxlib 0.12) takes them.
+    """
+    old = version_key(jaxlib or importlib.metadata.version("jaxlib")) < (0, 12)
+    return frozenset({-1}) if platform == "tpu" and old else frozenset()

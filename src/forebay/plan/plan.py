@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from forebay.errors import PlanError
+from forebay.plan import binding, copies, planfile
 from forebay.plan import by_hand as hand
-from forebay.plan import copies, planfile
 from forebay.plan.fusion import gradient_dependent, shared_reads, why_not
+from forebay.plan.options import unsliced_axes
 from forebay.plan.state import Layout, State
 from forebay.plan.streams import Stream, align, choose_stream
 from forebay.records import Entry, Verdict
 from forebay.workload import Workload
-from forebay.workload.parts import with_parts
 from forebay.workload.sharding import MeshShape, named
 
 
@@ -97,7 +97,7 @@ class Plan:
         """
         if dict(self.signature) != work.signature:
             raise PlanError(_differences(self.signature, work.signature))
-        return dataclasses.replace(self, work=with_parts(work, self.role("optimizer")))
+        return dataclasses.replace(self, work=binding.bound(self, work))
 
     @property
     def bound(self) -> Workload:
@@ -176,11 +176,12 @@ class Plan:
     def streams(self) -> tuple[Stream, ...]:
         """How each family of the optimizer's update is carried out."""
         work, params, state = self.bound, self.role("parameter"), self.role("optimizer")
+        unsliced = unsliced_axes(self.hardware["chip"]["platform"]) if self.hardware else frozenset()
         out = []
         for f in work.families:
             spec = params[f.params[0]].spec if f.params else ()
             hosted = any(params[p].placement == "host" for p in f.params) or any(state[j].placement == "host" for j in f.state)
-            out.append(choose_stream(work, f, spec, self.mesh, hosted, self.options["whole_below_bytes"]))
+            out.append(choose_stream(work, f, spec, self.mesh, hosted, self.options["whole_below_bytes"], unsliced))
         return align(tuple(out))
 
     @functools.cached_property

@@ -1,20 +1,51 @@
 """plan.json: a plan as people keep it. Read strictly (schema, types, limits), written atomically."""
 
 import dataclasses
-import json
 import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from forebay.errors import ForebayError, PlanError
-from forebay.records import Entry, Verdict
+from forebay.errors import InputError, PlanError
+from forebay.hardware import Hardware
+from forebay.records import Entry, Forecast, Verdict, reading
 from forebay.units import show_bytes
 from forebay.workload.sharding import MeshShape
 
 SCHEMA = 1
-LIMIT_BYTES = 64 * 2**20
-LIMIT_DEPTH = 32
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Summary:
+    """The fields of ``workload`` in plan.json."""
+
+    parameters: int
+    model: str = ""
+    fingerprint: str = ""
+    global_batch: int = 0
+    sequence_length: int = 0
+    mesh: dict[str, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """The options of a plan that this stage reads; others stand beside them."""
+
+    whole_below_bytes: int
+    microbatches: int = 1
+    prefetch: int = 1
+    compute_copy: str = "auto"
+    fuse_update: str = "auto"
+    accumulator_dtype: str | None = None
+    reasons: list[str] = dataclasses.field(default_factory=list)
+    compiler: dict[str, bool | int | float | str] = dataclasses.field(default_factory=dict)
+
+
+_OBJECT = dict[str, Any]
+_FIELDS = {
+    "workload": _OBJECT, "signature": dict[str, str], "hardware": _OBJECT | None, "entries": list, "options": _OBJECT,
+    "verdict": _OBJECT | None, "forecast": _OBJECT | None, "candidates": list[_OBJECT] | None,
+}  # fmt: skip
 
 
 def to_json(plan: Any) -> dict[str, Any]:
@@ -61,30 +92,13 @@ def write(path: str | Path, text: str) -> None:
 
 def read(path: str | Path) -> dict[str, Any]:
     """The JSON object in a file, within limits of size and depth."""
-    path = Path(path)
     try:
-        if path.stat().st_size > LIMIT_BYTES:
-            raise PlanError(f"{path} has {show_bytes(path.stat().st_size)}; a plan.json has at most {show_bytes(LIMIT_BYTES)}")
-        data = json.loads(path.read_text())
-    except OSError as problem:
-        raise PlanError(f"the plan {path} cannot be read: {problem.strerror}") from None
-    except (ValueError, RecursionError) as problem:
-        raise PlanError(
-            f"{path} is not a plan.json: {problem or 'it is nested too deeply'}; make it again with forebay plan --out"
-        ) from None
+        data = reading.read(path)
+    except reading.Unreadable as problem:
+        raise PlanError(f"{path} is not a plan.json: {problem}; make it again with forebay plan --out") from None
     if not isinstance(data, dict):
         raise PlanError(f"{path} is not a plan.json: it holds a {type(data).__name__}, not an object")
-    _check_depth(data, path)
     return data
-
-
-def _check_depth(data, path) -> None:
-    level = [data]
-    for _ in range(LIMIT_DEPTH):
-        level = [v for item in level for v in (item.values() if isinstance(item, dict) else item if isinstance(item, list) else ())]
-        if not level:
-            return
-    raise PlanError(f"{path} is not a plan.json: it is nested more than {LIMIT_DEPTH} deep")
 
 
 def fields(data: dict[str, Any], path: str) -> dict[str, Any]:
@@ -94,72 +108,67 @@ def fields(data: dict[str, Any], path: str) -> dict[str, Any]:
         PlanError: another schema, or a field that is missing or of the wrong type, which is named.
     """
     if data.get("schema") != SCHEMA:
-        raise PlanError(
-            f"{path} has schema {data.get('schema')!r}; this forebay reads schema {SCHEMA}. Make the plan again with forebay plan --out"
-        )
-    for name, kind in (("workload", dict), ("signature", dict), ("entries", list), ("options", dict)):
-        if not isinstance(data.get(name), kind):
-            raise PlanError(f"{path}: the field {name!r} is missing or is not {'a list' if kind is list else 'an object'}")
-    return {
-        "workload": data["workload"],
-        "signature": data["signature"],
-        "hardware": _optional(data, "hardware", dict, path),
-        "mesh": _mesh(data["workload"].get("mesh"), path),
-        "entries": tuple(_entry(item, k, path) for k, item in enumerate(data["entries"])),
-        "options": _options(data["options"], path),
-        "verdict": _verdict(_optional(data, "verdict", dict, path), path),
-        "forecast": data.get("forecast"),
-        "candidates": tuple(_optional(data, "candidates", list, path) or ()),
+        shown = str(data.get("schema"))[:60]
+        raise PlanError(f"{path} has schema {shown}; this forebay reads schema {SCHEMA}. Make the plan again with forebay plan --out")
+    made = {name: _field(data, name, kind, path) for name, kind in _FIELDS.items()}
+    _known(_Summary, made["workload"], f"{path}: workload")
+    _known(_Options, made["options"], f"{path}: options")
+    if made["hardware"] is not None:
+        Hardware.from_json(made["hardware"])
+    if made["forecast"] is not None:
+        _whose(path, "forecast", lambda: Forecast.from_json(made["forecast"]))
+    made["candidates"] = tuple(made["candidates"] or ())
+    return made | {
+        "mesh": _mesh(made["workload"].get("mesh"), path),
+        "entries": tuple(_entry(item, k, path) for k, item in enumerate(made["entries"])),
+        "verdict": _verdict(made["verdict"], path),
     }
 
 
-def _optional(data, name, kind, path):
-    value = data.get(name)
-    if value is not None and not isinstance(value, kind):
-        raise PlanError(f"{path}: the field {name!r} is a {type(value).__name__}, not a {kind.__name__}")
-    return value
+def _field(data, name, kind, path):
+    try:
+        return reading.build(kind, data.get(name), name)
+    except reading.Unreadable as problem:
+        raise PlanError(f"{path}: {problem}") from None
+
+
+def _known(kind, values, where) -> None:
+    """Check those of ``values`` that ``kind`` has a field for; others are kept as they are."""
+    known = {f.name for f in dataclasses.fields(kind)}
+    try:
+        reading.build(kind, {name: value for name, value in values.items() if name in known}, where)
+    except reading.Unreadable as problem:
+        raise PlanError(str(problem)) from None
+
+
+def _whose(path, what, make):
+    try:
+        return make()
+    except InputError as problem:
+        raise PlanError(f"{path}: the {what} cannot be read: {problem}") from None
 
 
 def _mesh(value, path) -> MeshShape | None:
     if value is None:
         return None
-    good = isinstance(value, dict) and value and all(type(n) is int and 0 < n < 10**7 for n in value.values())
-    if not good:
+    if not value or not all(0 < n < 10**7 for n in value.values()):
         raise PlanError(f"{path}: workload.mesh must map axis names to positive sizes; it is {str(value)[:80]}")
     return MeshShape(sizes=tuple(value.values()), names=tuple(value))
 
 
-def _options(value, path):
-    if type(value.get("whole_below_bytes")) is not int or not isinstance(value.get("compiler", {}), dict):
-        raise PlanError(f"{path}: options.whole_below_bytes must be a number of bytes and options.compiler an object")
-    return value
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
-
-
 def _entry(item, k, path) -> Entry:
-    where = f"{path}: entry {k}"
-    known = {f.name for f in dataclasses.fields(Entry)}
-    if not isinstance(item, dict) or not isinstance(item.get("name"), str) or set(item) - known:
-        raise PlanError(f"{where} is not an entry: it must be an object with a name and of the fields {', '.join(sorted(known))}")
+    name = ascii(item["name"])[:80] if isinstance(item, dict) and isinstance(item.get("name"), str) else "without a name"
     try:
-        entry = Entry(**{name: _tuples(value) for name, value in item.items()})
-    except (TypeError, AssertionError, KeyError) as problem:
-        raise PlanError(f"{where}, {item['name']!r}, cannot be used: {problem}") from None
-    if type(entry.bytes_per_device) is not int or not isinstance(entry.dtype, str) or not all(type(n) is int for n in entry.shape):
-        raise PlanError(f"{where}, {item['name']!r}: bytes_per_device and shape must be whole numbers and dtype a text")
-    return entry
+        return reading.build(Entry, item)
+    except reading.Unreadable as problem:
+        raise PlanError(f"{path}: entry {k}, {name}, cannot be used: {problem}") from None
 
 
 def _verdict(value, path) -> Verdict | None:
     if value is None:
         return None
-    try:
-        return Verdict.from_json({k: v for k, v in value.items() if k not in ("by_role", "hbm_bytes", "host_bytes")})
-    except (ForebayError, TypeError, ValueError, AttributeError, AssertionError) as problem:
-        raise PlanError(f"{path}: the verdict cannot be read: {problem}") from None
+    plain = {k: v for k, v in value.items() if k not in ("by_role", "hbm_bytes", "host_bytes")}
+    return _whose(path, "verdict", lambda: Verdict.from_json(plain))
 
 
 def describe(plan: Any) -> str:

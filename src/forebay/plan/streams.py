@@ -43,8 +43,9 @@ class Stream:
         return self.sliced
 
 
-def choose_stream(work, family: Family, spec: tuple, mesh, hosted: bool, whole_below_bytes: int) -> Stream:
-    """The stream of one family. ``spec`` is its parameter's; ``hosted``: any of its arrays stands on the host."""
+def choose_stream(work, family: Family, spec: tuple, mesh, hosted: bool, whole_below_bytes: int, unsliced=frozenset()) -> Stream:
+    """The stream of one family. ``spec`` is its parameter's; ``hosted``: any of its arrays stands on the host; ``unsliced``: axes, counted
+    from the last (-1), of which the machine's compiler cannot update a part."""
     if family.window is not None:
         return _window(work, family, *family.window)
     if not hosted:
@@ -59,7 +60,7 @@ def choose_stream(work, family: Family, spec: tuple, mesh, hosted: bool, whole_b
         return Stream(mode="items", reason=f"streamed layer by layer, {tensor.shape[0]} layers", count=tensor.shape[0])
     if math.prod(local) * itemsize < max(1, whole_below_bytes):
         return Stream(mode="whole", reason="moved whole: smaller than a useful slice")
-    return _slices(work, family, tensor, spec, local, itemsize)
+    return _slices(work, family, tensor, spec, local, itemsize, unsliced)
 
 
 def _window(work, family: Family, start: int, stop: int) -> Stream:
@@ -76,10 +77,12 @@ def work_param_name(work, family: Family) -> str:
     return [t.name for t in work.tensors if t.role == "parameter"][family.params[0]]
 
 
-def _slices(work, family, tensor, spec, local, itemsize) -> Stream:
+def _slices(work, family, tensor, spec, local, itemsize, unsliced) -> Stream:
     stack = work.program.streams(family.params[0])
-    axes = [k for k in range(len(local)) if spec[k] is None and local[k] > 1]
-    refused = "every axis is sharded or of length one" if not axes else ""
+    axes = [k for k in range(len(local)) if spec[k] is None and local[k] > 1 and k - len(local) not in unsliced]
+    refused = (
+        "" if axes else "every axis is sharded or of length one" + (", or one of which this compiler updates no part" if unsliced else "")
+    )
     for axis in axes:
         try:
             sliced = slice_component(work.update, family.items[0].component, axis)

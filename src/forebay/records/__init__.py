@@ -2,6 +2,6 @@
 
 from forebay.records.entries import LEGAL, PLACEMENTS, ROLES, Entry
 from forebay.records.forecast import CopyTime, Forecast, LoopTime
-from forebay.records.verdict import Hazard, HostCopy, Memory, Verdict
+from forebay.records.verdict import Fact, Hazard, HostCopy, Memory, Verdict
 
-__all__ = ["LEGAL", "PLACEMENTS", "ROLES", "CopyTime", "Entry", "Forecast", "Hazard", "HostCopy", "LoopTime", "Memory", "Verdict"]
+__all__ = ["LEGAL", "PLACEMENTS", "ROLES", "CopyTime", "Entry", "Fact", "Forecast", "Hazard", "HostCopy", "LoopTime", "Memory", "Verdict"]

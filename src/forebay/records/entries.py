@@ -31,7 +31,7 @@ class Entry:
     reason: str = ""
     shape: tuple[int, ...] = ()
     dtype: str = ""
-    spec: tuple = ()
+    spec: tuple[str | tuple[str, ...] | None, ...] = ()
     layers: tuple[int, int] | None = None
     exposed_ms: float | None = None
     ms_per_gib: float | None = None
@@ -39,6 +39,7 @@ class Entry:
     copy_of: str | None = None
 
     def __post_init__(self):
-        assert self.role in ROLES, self.role
-        assert self.placement in LEGAL[self.role], (self.name, self.placement)
-        assert self.name.startswith(self.role + ":"), self.name
+        assert self.role in ROLES, f"{self.role!r} is no role"
+        assert self.placement in LEGAL[self.role], f"{self.name} cannot stand in {self.placement!r}"
+        assert self.name.startswith(self.role + ":"), f"{self.name!r} is not the name of a tensor of role {self.role}"
+        assert self.bytes_per_device >= 0 and all(n >= 0 for n in self.shape), f"{self.name} has a negative size"

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from forebay.errors import InputError
+from forebay.records.reading import build
 from forebay.units import GIB
 
 
@@ -101,14 +102,8 @@ class Forecast:
 
     @classmethod
     def from_json(cls, data: Mapping) -> "Forecast":
-        """The forecast that ``to_json`` wrote. Raises InputError on a missing or unknown field."""
-        data = dict(data)
+        """The forecast that ``to_json`` wrote. Raises InputError on a missing, unknown or mistyped field."""
         try:
-            data["copies"] = tuple(CopyTime(**item) for item in data["copies"])
-            data["loops"] = tuple(LoopTime(**item) for item in data["loops"])
-            data["unknowns"] = tuple(tuple(item) for item in data["unknowns"])
-            data["notes"] = tuple(data["notes"])
-            data["picture"] = {lane: tuple(columns) for lane, columns in data.get("picture", {}).items()}
-            return cls(**data)
-        except (KeyError, TypeError) as problem:
+            return build(cls, data)
+        except InputError as problem:
             raise InputError(f"this is not a forecast that forebay wrote: {problem}; make the plan again") from None

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
+WRONG_RESULTS = "wrong-results"
 GPU, TPU, EVERY = ("cuda",), ("tpu",), ("cuda", "tpu")
 
 
@@ -27,7 +28,7 @@ class KnownHazard:
 HAZARDS = (
     KnownHazard(
         id="reversed-host-slice",
-        severity="wrong-results",
+        severity=WRONG_RESULTS,
         platforms=GPU,
         versions=("0.10.2", "0.11.1"),
         message="A stack in host memory is read or written at an index that is not the loop's own count from 0: reversed, as in every "

@@ -5,6 +5,7 @@ import gzip
 from collections.abc import Mapping
 
 from forebay.errors import InputError
+from forebay.records.reading import build
 from forebay.units import show_bytes
 
 TO_DEVICE, TO_HOST, HOST_TO_HOST = "to_device", "to_host", "host_to_host"
@@ -30,14 +31,15 @@ class Memory:
 
     @classmethod
     def from_json(cls, data: Mapping) -> "Memory":
-        return cls(**{key: value for key, value in data.items() if key != "total_bytes"})
+        return build(cls, {key: value for key, value in data.items() if key != "total_bytes"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostCopy:
     """One copy that touches host memory. ``bytes`` is per device and per execution.
 
-    ``loop`` names the innermost while body around it (``None`` outside loops); ``trip_count`` is how often the copy runs in
+    ``work_between`` counts the instructions with work of their own that are scheduled between its start and its end (``None`` where it
+    has no start). ``loop`` names the innermost while body around it (``None`` outside loops); ``trip_count`` is how often the copy runs in
     one call of the program, over all loops around it (``None`` where the compiler does not know).
     """
 
@@ -47,6 +49,7 @@ class HostCopy:
     asynchronous: bool
     loop: str | None = None
     trip_count: int | None = 1
+    work_between: int | None = None
 
     def __post_init__(self):
         assert self.direction in (TO_DEVICE, TO_HOST, HOST_TO_HOST), self.direction
@@ -59,6 +62,15 @@ class Hazard:
     id: str
     message: str
     action: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """One thing that every compiled program is looked at for: whether it ``held``, and what was found, as a sentence."""
+
+    name: str
+    held: bool
+    found: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +89,7 @@ class Verdict:
     host_budget_bytes: int
     host_copies: tuple[HostCopy, ...] = ()
     hazards: tuple[Hazard, ...] = ()
+    facts: tuple[Fact, ...] = ()
     honoured: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     messages: tuple[str, ...] = ()
@@ -107,7 +120,7 @@ class Verdict:
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "hlo_gzip"}
         for name in ("hbm", "host"):
             data[name] = data[name] and data[name].to_json()
-        for name in ("host_copies", "hazards"):
+        for name in ("host_copies", "hazards", "facts"):
             data[name] = [dataclasses.asdict(item) for item in data[name]]
         for name in ("honoured", "ignored", "messages"):
             data[name] = list(data[name])
@@ -117,17 +130,14 @@ class Verdict:
 
     @classmethod
     def from_json(cls, data: Mapping) -> "Verdict":
-        """The verdict that ``to_json`` wrote, without its HLO. Raises InputError on a missing or unknown field."""
+        """The verdict that ``to_json`` wrote, without its HLO. Raises InputError on a missing, unknown or mistyped field."""
         data = dict(data)
+        for name in ("hbm", "host"):
+            if isinstance(data.get(name), dict):
+                data[name] = {key: value for key, value in data[name].items() if key != "total_bytes"}
         try:
-            for name in ("hbm", "host"):
-                data[name] = data[name] and Memory.from_json(data[name])
-            data["host_copies"] = tuple(HostCopy(**item) for item in data["host_copies"])
-            data["hazards"] = tuple(Hazard(**item) for item in data["hazards"])
-            for name in ("honoured", "ignored", "messages"):
-                data[name] = tuple(data[name])
-            return cls(**data)
-        except (KeyError, TypeError) as problem:
+            return build(cls, data)
+        except InputError as problem:
             raise InputError(f"this is not a verdict that forebay wrote: {problem}; judge the program again") from None
 
     def __str__(self) -> str:
@@ -138,5 +148,6 @@ class Verdict:
                 parts = ("argument", "output", "alias", "temp")
                 detail = ", ".join(f"{part} {show_bytes(getattr(memory, part + '_bytes'))}" for part in parts)
                 lines.append(f"  {title:4s} {show_bytes(memory.total_bytes)} of {show_bytes(budget)} per device ({detail})")
+        lines += [f"  not held: {fact.name}: {fact.found}" for fact in self.facts if not fact.held]
         lines += [f"  hazard {hazard.id}: {hazard.message} -> {hazard.action}" for hazard in self.hazards]
         return "\n".join(lines)

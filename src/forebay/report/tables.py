@@ -112,6 +112,9 @@ def _verdict_lines(verdict: Mapping, cached: bool) -> Iterable[str]:
         yield "compiled: host copies in one step: " + ", ".join(_moved(verdict["host_copies"]))
     if verdict["ignored"]:
         yield "compiled: asked onto the host and not there: " + ", ".join(verdict["ignored"])
+    for fact in verdict["facts"]:
+        if not fact["held"] and fact["name"] != "host memory where asked":  # the line above
+            yield f"compiled: not held: {fact['name']}: {fact['found']}"
     for hazard in verdict["hazards"]:
         yield f"hazard {hazard['id']}: {hazard['message']} -> {hazard['action']}"
     yield from (f"note: {message}" for message in verdict["messages"])

@@ -71,7 +71,7 @@ class Instruction:
         text = self.attributes.get("backend_config", "")
         try:
             return json.loads(text) if text.startswith("{") else {}
-        except json.JSONDecodeError:  # an MLIR dictionary of a foreign function call: nothing there that this package reads
+        except (ValueError, RecursionError):  # an MLIR dictionary of a foreign function call: nothing there that this package reads
             return {}
 
     @property

@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from forebay.errors import CheckpointError, nearest
+from forebay.records.reading import Unreadable, build
 from forebay.units import GIB, MIB, show_bytes
 
 _STATE, _RECORD = "state", "record"
@@ -145,7 +146,7 @@ class Checkpoints:
             CheckpointError: there is no checkpoint, it is damaged, or its leaves are not those of ``abstract``.
         """
         step = self._chosen(step)
-        stored = {name: Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for name, leaf in self._read_record(step)["leaves"].items()}
+        stored = self._read_record(step)["leaves"]
         wanted = _leaves(abstract)
         stored = {name: leaf for name, leaf in stored.items() if name.split(".")[0] in abstract}
         _refuse_other_leaves(stored, wanted, f"the checkpoint of step {step} in {self.folder}")
@@ -169,9 +170,10 @@ class Checkpoints:
             stored = self._manager.restore(step, args=ocp.args.Composite(**{_RECORD: ocp.args.JsonRestore()}))[_RECORD]
         except (OSError, ValueError, KeyError) as error:
             raise self._damaged(step, f"its record cannot be read: {_first_line(error)}") from error
-        if not isinstance(stored, dict) or stored.get("format") != 1 or not {"step", "leaves", "run"} <= stored.keys():
-            raise self._damaged(step, "its record is not one that this version of forebay writes")
-        return stored
+        try:
+            return read_record(stored)
+        except Unreadable as problem:
+            raise self._damaged(step, f"its record cannot be used: {problem}") from None
 
     def _chosen(self, step: int | None) -> int:
         steps = self.steps()
@@ -200,6 +202,15 @@ class Checkpoints:
     def _what_stays(self) -> str:
         steps = self.steps()
         return f"The newest complete checkpoint is that of step {steps[-1]}." if steps else "There is no complete checkpoint yet."
+
+
+def read_record(stored: Any) -> dict[str, Any]:
+    """The record of a checkpoint, its leaves as ``Leaf``. Raises Unreadable where it is not one that this version writes."""
+    values = build(dict, stored, "the record")
+    if values.get("format") != 1:
+        raise Unreadable("it is not one that this version of forebay writes")
+    kinds = {"step": int, "leaves": dict[str, Leaf], "run": dict}
+    return values | {name: build(kind, values.get(name), name) for name, kind in kinds.items()}
 
 
 def _placed(source: tensorstore.TensorStore, leaf: Leaf, struct: jax.ShapeDtypeStruct) -> jax.Array:

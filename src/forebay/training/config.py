@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import tyro
 from tyro.conf import UseAppendAction, arg
 
-from forebay.errors import InputError, nearest
+from forebay.errors import InputError
+from forebay.records.reading import Unreadable, build, read
 from forebay.training.placing import placement_rules
 
 CONFIG_FILE = "config.json"
@@ -164,32 +165,24 @@ def from_json(values: dict[str, Any], source: str) -> TrainConfig:
     Raises:
         InputError: a key that no setting bears, or a value that cannot be meant.
     """
-    values = dict(values)
-    parts = {"data": DataConfig, "optimizer": OptimizerConfig, "checkpoint": CheckpointConfig}
-    for key, kind in parts.items():
-        if key in values:
-            values[key] = _build(kind, dict(values[key]), f"{source}, {key}")
-    return _build(TrainConfig, values, source)
-
-
-def _build(kind: type, values: dict[str, Any], source: str) -> Any:
-    known = [field.name for field in dataclasses.fields(kind)]
-    for key in values:
-        if key not in known:
-            raise InputError(f"{source} holds a setting {key!r} that does not exist; {nearest(key, known)}")
-    for key, make in (("paths", tuple), ("place", tuple), ("out", Path)):
-        if key in values:
-            values[key] = make(values[key])
-    return kind(**values)
+    try:
+        return build(TrainConfig, values)
+    except Unreadable as problem:
+        raise InputError(f"{source}: {problem}; mend the file, or start a new run in another folder") from None
+    except InputError as problem:
+        raise InputError(f"{source}: {problem}") from None
 
 
 def save(config: TrainConfig) -> None:
-    """Write ``config`` to config.json in its run folder, whole or not at all."""
-    config.out.mkdir(parents=True, exist_ok=True)
+    """Write ``config`` to config.json in its run folder, whole or not at all. Raises InputError where the folder takes nothing."""
     target = config.out / CONFIG_FILE
     fresh = target.with_suffix(".json.new")
-    fresh.write_text(json.dumps(to_json(config), indent=2) + "\n")
-    os.replace(fresh, target)
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(json.dumps(to_json(config), indent=2) + "\n")
+        os.replace(fresh, target)
+    except OSError as problem:
+        raise InputError(f"{target} cannot be written ({problem.strerror}); free some space there, or choose another --out") from problem
 
 
 def load(folder: Path) -> TrainConfig:
@@ -202,10 +195,8 @@ def load(folder: Path) -> TrainConfig:
     if not path.is_file():
         raise InputError(f"there is no run to resume in {folder}: {path} does not exist; leave --resume out to start one")
     try:
-        values = json.loads(path.read_text())
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON ({error}); restore it, or start a new run in another folder") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{path} does not hold a run's settings; restore it, or start a new run in another folder")
+        values = read(path)
+    except Unreadable as problem:
+        raise InputError(f"{path}: {problem}; restore it, or start a new run in another folder") from None
     config = from_json(values, str(path))
     return dataclasses.replace(config, out=folder, resume=True)

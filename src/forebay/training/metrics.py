@@ -3,6 +3,7 @@
 Everything here was measured on the machine at hand and says so (``"kind": "measured"``); nothing is a forecast.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -14,6 +15,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
+
+from forebay.errors import CheckpointError
+from forebay.records.reading import Unreadable, build, parse
 
 METRICS_FILE = "metrics.jsonl"
 _PLAIN_SECONDS = 5.0
@@ -67,14 +71,21 @@ class MetricsLog:
             self._live.stop()
         elif self._newest:
             self._say(self._newest)
-        self._file.close()
+        with contextlib.suppress(OSError):  # what a full disk did not take was said when it was written
+            self._file.close()
         if self._board:
             self._board.close()
 
     def write(self, metrics: StepMetrics) -> None:
         """Keep and show one step. On a terminal a line that changes; elsewhere a line at most every five seconds."""
-        self._file.write(metrics.to_json() + "\n")
-        self._file.flush()
+        try:
+            self._file.write(metrics.to_json() + "\n")
+            self._file.flush()
+        except OSError as problem:
+            raise CheckpointError(
+                f"step {metrics.step} cannot be written to {self.path} ({problem.strerror}). The checkpoints are untouched: free space "
+                "there and go on with --resume"
+            ) from problem
         if self._board:
             for tag in ("loss", "grad_norm", "learning_rate", "step_seconds", "tokens_per_second"):
                 self._board.add_scalar(tag, getattr(metrics, tag), metrics.step)
@@ -94,11 +105,13 @@ class MetricsLog:
 def read(path: Path) -> list[dict]:
     """The steps of a metrics.jsonl, oldest first. A last line that a killed process left unfinished is left out."""
     rows = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
-        except ValueError:
+            row = build(dict[str, float | bool | str | None], parse(line))
+            build(int, row.get("step"), "step")
+        except Unreadable:
             break
+        rows.append(row)
     return rows
 
 

@@ -115,7 +115,13 @@ def trace_update(optimizer, params: Any, state: Any, loss_dtype=jnp.float32) -> 
         return jax.tree.leaves(new), jax.tree.leaves(new_state), grad_norm(counted)
 
     args = leaves, leaves, state_leaves, jax.ShapeDtypeStruct((), loss_dtype)
-    traced = jax.make_jaxpr(functools.partial(flat, [True] * len(leaves)))(*args)
+    try:
+        traced = jax.make_jaxpr(functools.partial(flat, [True] * len(leaves)))(*args)
+    except jax.dtypes.TypePromotionError as problem:
+        raise InputError(
+            f"the optimizer does not work on parameters of these types, in forebay or without it: {str(problem).splitlines()[0]} Keep the "
+            "parameters in a wider type and cast them in the loss"
+        ) from problem
     _same_avals(params, state, traced, len(leaves))
     jaxpr = _written_out(traced)
     frozen = frozen_leaves(jaxpr, len(leaves), len(state_leaves))

@@ -4,11 +4,11 @@ Supported families: llama, mistral, qwen2, qwen3 (dense, SwiGLU, rotary position
 mathematics and is not implemented is refused by name; nothing is quietly ignored.
 """
 
-import json
 import pathlib
 from typing import Any
 
 from forebay.errors import InputError, nearest
+from forebay.records import reading
 from forebay.training.models.config import LlamaConfig, Rope
 
 _ARCHITECTURES = {
@@ -95,21 +95,12 @@ def load_config(path: str | pathlib.Path) -> LlamaConfig:
 
 
 def _read(path: pathlib.Path) -> dict:
+    if not path.exists():
+        raise InputError(f"{path}: there is no such file; give a Hugging Face config.json or the folder that holds it")
     try:
-        size_bytes = path.stat().st_size
-        if size_bytes > _LARGEST_FILE_BYTES:
-            raise InputError(f"{path}: {size_bytes} bytes is too large for a model configuration (at most {_LARGEST_FILE_BYTES})")
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"{path}: there is no such file; give a Hugging Face config.json or the folder that holds it") from None
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a null byte
-        raise InputError(f"{path}: cannot be read as text: {error}") from None
-    try:
-        values = json.loads(text)
-    except RecursionError:
-        raise InputError(f"{path}: the JSON is nested too deeply for a model configuration") from None
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON: {error}") from None
+        values = reading.read(path, _LARGEST_FILE_BYTES)
+    except reading.Unreadable as problem:
+        raise InputError(f"{path}: this is no model configuration: {problem}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: holds a JSON {type(values).__name__}; a model configuration is an object")
     return values

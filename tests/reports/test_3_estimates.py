@@ -1,0 +1,56 @@
+"""Reports of theme 3, "the estimator is wrong": a figure says whether it was planned, compiled or forecast, and activations count."""
+
+import gzip
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import forebay as fb
+from forebay.records import Memory, Verdict
+from forebay.report.tables import render_plan
+
+pytestmark = pytest.mark.oldest
+FIXTURES = Path(__file__).parents[1] / "timeline" / "fixtures"
+
+
+@pytest.fixture(scope="module")
+def plan():
+    loss = lambda p, b: jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), b, p)[0] ** 2)  # noqa: E731
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
+    work = fb.trace(loss, optax.adam(0.1), shape(4, 256, 256), shape(1024, 256))
+    return fb.Plan.by_hand(work, {"optimizer": "host"}, hardware=fb.Hardware.named("h100-sxm"))
+
+
+def test_deepspeed_4527_and_5102_activations_are_counted_layer_by_layer(plan):
+    activations = [e for e in plan.entries if e.role == "activation" and e.placement == "hbm"]
+    assert sum(e.bytes_per_device for e in activations) >= 4 * 1024 * 256 * 4
+
+
+def test_maxtext_2504_a_plan_that_no_compiler_has_seen_says_so(plan):
+    text = render_plan(json.loads(json.dumps(plan.to_json())))
+    assert "not judged" in text
+    assert "No verdict: the compiler has not been asked." in text
+
+
+def test_maxtext_4514_planned_compiled_and_forecast_figures_are_never_mixed(plan):
+    verdict = Verdict(
+        fits=True, reason="within", hbm=Memory(temp_bytes=2**30), host=Memory(argument_bytes=2**21), hbm_budget_bytes=2**36,
+        host_budget_bytes=2**38, versions={"jax": "0"}, target="cuda",
+    )  # fmt: skip
+    schedule = gzip.decompress((FIXTURES / "offload_gpu_0.12.0.1.hlo.gz").read_bytes()).decode()
+    forecast = fb.predict(schedule, fb.Hardware.named("h100-sxm:8")).to_json()
+    record = json.loads(json.dumps(plan.to_json())) | {"verdict": json.loads(json.dumps(verdict.to_json())), "forecast": forecast}
+    text = render_plan(record)
+    for mark in ("role (planned)", "the step (compiled)", "(forecast, "):
+        assert mark in text
+
+
+def test_a_forecast_is_a_band_and_says_what_it_does_not_know():
+    schedule = gzip.decompress((FIXTURES / "offload_gpu_0.12.0.1.hlo.gz").read_bytes()).decode()
+    forecast = fb.predict(schedule, fb.Hardware.named("h100-sxm:8"))
+    assert forecast.low_seconds < forecast.step_seconds < forecast.high_seconds
+    assert forecast.unknown_share == 0 or forecast.unknowns
