@@ -11,6 +11,7 @@ _HOME = {
     "Workload": "forebay.workload",
     "trace": "forebay.workload",
     "Plan": "forebay.plan",
+    "choose": "forebay.search",
     "Verdict": "forebay.records",
     "judge": "forebay.compiler",
     "predict": "forebay.timeline",

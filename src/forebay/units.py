@@ -28,6 +28,19 @@ def parse_bytes(text: str | int) -> int:
     return value
 
 
+def parse_seconds(text: str | float) -> float:
+    """Seconds of ``"60s"``, ``"90"``, ``"2min"`` or ``"1h"``.
+
+    Raises:
+        InputError: not a number with one of the units s, min, h, or not positive.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|)\s*", str(text))
+    seconds = float(match[1]) * {"": 1, "s": 1, "min": 60, "h": 3600}[match[2]] if match else 0.0
+    if seconds <= 0:
+        raise InputError(f"{text!r} is not a time; write a positive number and one of s, min, h, such as 60s or 5min")
+    return seconds
+
+
 def show_bytes(count: float) -> str:
     """``count`` bytes for a person: ``"12.34 GiB"``, ``"512.0 MiB"``, ``"96 B"``."""
     size = abs(count)

@@ -9,10 +9,11 @@ from typing import Any
 from forebay.errors import InputError, PlanError
 from forebay.hardware import Hardware
 from forebay.records import Entry, Forecast, Verdict, reading
-from forebay.units import show_bytes
+from forebay.units import show_bytes, show_seconds
 from forebay.workload.sharding import MeshShape
 
 SCHEMA = 1
+LARGEST = 8  # entries that a printed plan names
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +173,7 @@ def _verdict(value, path) -> Verdict | None:
 
 
 def describe(plan: Any) -> str:
-    """A plan in a few lines: bytes by role and place, then the verdict."""
+    """A plan in a few lines: bytes by role and place, the largest entries with their reasons, what was tried, and the verdict."""
     w = plan.workload
     lines = [
         f"plan for {w.get('model') or 'a model'} ({w['parameters']:,} parameters) on {(plan.hardware or {}).get('name', 'one device')}"
@@ -180,5 +181,13 @@ def describe(plan: Any) -> str:
     for role, places in by_role(plan).items():
         parts = [f"{show_bytes(places[p])} on {p}" for p in ("hbm", "host") if places[p]]
         lines.append(f"  {role:12s} {', '.join(parts) or 'none kept'}")
+    if plan.candidates:
+        largest = sorted(plan.entries, key=lambda e: -e.bytes_per_device)[:LARGEST]
+        lines += [f"  {e.name}: {e.placement}, {show_bytes(e.bytes_per_device)}; {e.reason}" for e in largest]
+        lines += [f"  candidate {c['summary']}: {c['why_not'] or 'chosen'}" for c in plan.candidates]
+    if plan.forecast:
+        low, high = (show_seconds(plan.forecast[f"{end}_seconds"]) for end in ("low", "high"))
+        lines.append(f"a step takes {show_seconds(plan.forecast['step_seconds'])} ({low} to {high}, forecast)")
+    lines += [f"  {reason}" for reason in plan.options.get("reasons", ())]
     lines.append("no compiler has judged it yet" if plan.verdict is None else str(plan.verdict))
     return "\n".join(lines)

@@ -35,6 +35,10 @@ def render_plan(record: Mapping, cached: bool = False) -> str:
     if record.get("forecast"):
         forecast = Forecast.from_json(record["forecast"])
         parts += [part for part in (step_table(forecast), lane_picture(forecast), exposed_table(record["entries"])) if part]
+    if record.get("candidates"):
+        parts.append(_table_of_candidates(record["candidates"]))
+    if reasons := record["options"].get("reasons"):
+        parts.append("\n".join(reasons))
     parts.append("\n".join(_verdict_lines(verdict, cached)) if verdict else "No verdict: the compiler has not been asked.")
     return "\n\n".join(parts)
 
@@ -93,13 +97,26 @@ def _table_of_sizes(verdict: Mapping) -> str:
 def _table_of_entries(title: str, entries: Iterable[Mapping], count: int) -> str:
     entries = list(entries)
     timed = any(entry.get("exposed_ms") is not None for entry in entries)
-    table = _table(title, ">bytes", *((">exposed (forecast)",) if timed else ()), "placement", "reason")
+    rival = any(entry.get("runner_up") for entry in entries)
+    columns = ((">exposed (forecast)", ">ms/GiB") if timed else (), ("runner-up",) if rival else ())
+    table = _table(title, ">bytes", *columns[0], "placement", "reason", *columns[1])
     for entry in sorted(entries, key=lambda entry: -entry["bytes_per_device"])[:count]:
         layers = entry.get("layers")
         name = entry["name"] if not layers or entry["name"].endswith("]") else f"{entry['name']}[{layers[0]}:{layers[1]}]"
         exposed = entry.get("exposed_ms")
-        shown = (NOTHING if exposed is None else show_seconds(exposed / 1e3),) if timed else ()
-        table.add_row(name, show_bytes(entry["bytes_per_device"]), *shown, entry["placement"], entry["reason"])
+        shown = (NOTHING, NOTHING) if exposed is None else (show_seconds(exposed / 1e3), f"{entry['ms_per_gib']:.2f}")
+        other = (entry.get("runner_up") or "",) if rival else ()
+        row = (*(shown if timed else ()), entry["placement"], entry["reason"], *other)
+        table.add_row(name, show_bytes(entry["bytes_per_device"]), *row)
+    return _text(table)
+
+
+def _table_of_candidates(candidates: Iterable[Mapping]) -> str:
+    table = _table("candidates (compiled)", ">HBM", ">step (forecast)", "why not")
+    for c in candidates:
+        hbm = NOTHING if c["hbm_bytes"] is None else show_bytes(c["hbm_bytes"])
+        seconds = NOTHING if c["step_seconds"] is None else show_seconds(c["step_seconds"])
+        table.add_row(c["summary"], hbm, seconds, c["why_not"] or "chosen")
     return _text(table)
 
 

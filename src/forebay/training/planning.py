@@ -1,6 +1,7 @@
 """From the words of ``forebay plan`` to a plan that the compiler has judged, through forebay's public verbs only.
 
-    model, seq, batch --make--> (loss_fn, optimizer, shapes) --trace--> Workload --by_hand--> Plan --judge--> Plan with its Verdict
+    model, seq, batch --make--> (loss_fn, optimizer, shapes) --trace--> Workload --by_hand, judge--> Plan with its Verdict    (--place)
+                                                                        Workload --choose--> Plan with its Verdict             (else)
 
 In: a `PlanCommand`. Out: an `Answer`, the text of plan.json. Loads jax only where the answer is not already on disk.
 """
@@ -14,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from tyro.conf import UseAppendAction, arg
 
@@ -22,9 +23,10 @@ import forebay as fb
 from forebay.errors import InputError, PlanError, nearest
 from forebay.hardware import Hardware
 from forebay.timeline import charge
-from forebay.training import answers
+from forebay.training import answers, questions
 from forebay.training.models import presets
 from forebay.training.placing import placement_rules
+from forebay.units import parse_seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,13 @@ class PlanCommand:
     batch: Annotated[int | None, arg(metavar="SEQUENCES")] = None
     """Global batch, in sequences."""
     place: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="RULE")] = ()
-    """A placement rule, ROLE_OR_PATTERN=hbm|host|recompute; repeat the flag for more, the last match wins. None: all resident."""
+    """A placement rule, ROLE_OR_PATTERN=hbm|host|recompute; repeat the flag for more, the last match wins. None: the plan is searched."""
+    budget: Annotated[str, arg(metavar="TIME")] = "60s"
+    """How long the search may take, such as 60s or 5min."""
+    maximize: Literal["batch", "seq"] | None = None
+    """The largest batch, or the longest sequence, that fits; searched from --batch or --seq on. The other one is kept."""
+    minimize: Literal["devices"] | None = None
+    """The fewest devices of this kind that the model fits on."""
     hbm: Annotated[str | None, arg(metavar="SIZE")] = None
     """Raw HBM of one chip, such as 24GiB, instead of the catalog's."""
     host_ram: Annotated[str | None, arg(metavar="SIZE")] = None
@@ -85,14 +93,39 @@ def answer(command: PlanCommand) -> Answer:
     text = answers.read(key) if key and command.trace is None else None  # a trace needs the schedule, which no answer holds
     cached = text is not None
     if text is None:
-        program = load_program(command.model, command.seq, command.batch)
-        plan = with_forecast(plan_program(program, rules, hardware, _described(command)), hardware, _work_done(command))
+        plan = _made(command, hardware, rules)
         text = json.dumps(plan.to_json(), indent=1) + "\n"
         if key and plan.verdict.fits is not None:  # a compile that was stopped may end another time
             answers.write(key, text)
     if command.out is not None:
         _write(command.out, text)
     return Answer(text=text, cached=cached)
+
+
+def _made(command: PlanCommand, hardware: Hardware, rules: dict[str, str]) -> Any:
+    """The plan by hand that rules ask for, or the searched one."""
+    if rules:
+        if command.maximize or command.minimize:
+            raise InputError("--maximize and --minimize search for a plan and --place writes one by hand: leave one of them out")
+        program = load_program(command.model, command.seq, command.batch)
+        return with_forecast(plan_program(program, rules, hardware, _described(command)), hardware, _work_done(command))
+    return questions.searched(
+        questions.Question(
+            trace=lambda seq, batch: _traced(command.model, seq, batch),
+            work_done=lambda seq, batch: _work_done(dataclasses.replace(command, seq=seq, batch=batch)),
+            described=lambda seq, batch: _described(dataclasses.replace(command, seq=seq, batch=batch)),
+            hardware=hardware,
+            seq=command.seq,
+            batch=command.batch,
+            budget_seconds=parse_seconds(command.budget),
+        ),
+        command.maximize or command.minimize,
+    )
+
+
+def _traced(model: str, seq: int | None, batch: int | None) -> Any:
+    loss_fn, optimizer, params, batch_shapes = load_program(model, seq, batch)
+    return fb.trace(loss_fn, optimizer, params, batch_shapes, name=model)
 
 
 def plan_program(program: tuple, rules: dict[str, str], hardware: Hardware, described: dict[str, Any] | None = None) -> Any:
@@ -193,7 +226,8 @@ def _key(command: PlanCommand, hardware: Hardware) -> str | None:
         model = hashlib.sha256(Path(command.model).read_bytes()).hexdigest() if presets.is_file(command.model) else command.model
     except OSError:
         return None  # load_config says what is wrong with the file
-    question = {"model": model, "seq": command.seq, "batch": command.batch, "place": list(command.place)}
+    asked = {name: getattr(command, name) for name in ("seq", "batch", "budget", "maximize", "minimize")}
+    question = {"model": model, "place": list(command.place)} | asked
     return answers.key_of(question | {"hardware": hardware.to_json()})
 
 

@@ -1,0 +1,244 @@
+"""``choose``: one plan for every tensor that competes for HBM, found by a program over all placements and proved by the real compiler.
+
+    formulate                     the placement problem, for each number of microbatches
+    prove(as written, optimum)    two candidates, compiled and replayed
+    until nothing is better:
+        learn                     what the compiler needed beyond the count, and how copies and rebuilding came out in the forecasts
+        solve                     the optimum under what was learned; a choice that did not fit tightens the budget by what it was over
+        prove                     the new optima, two at a time
+    answer                        the fastest that fits, and why each other lost
+
+The search ends when the program's optimum was compiled already, or is not forecast to gain more than ``WORTH`` of the step on the best:
+two forecasts of one model err alike, so that their difference is better known than either. Cost: a handful of compiles.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from forebay.errors import InputError
+from forebay.hardware import Hardware
+from forebay.plan import Plan
+from forebay.search import answering, choices
+from forebay.search.formulating import formulate
+from forebay.search.learning import Sample, learn
+from forebay.search.pricing import Prices
+from forebay.search.problem import Choice, Correction, Problem, estimate
+from forebay.search.program import Limits, most_frugal, solve
+from forebay.search.proving import SIDE_BY_SIDE, Candidate, Proven, prove
+from forebay.units import show_seconds
+from forebay.workload import Workload
+
+BUDGET_SECONDS = 60.0
+WORTH = 0.002
+TIGHTER = 0.01  # of the HBM budget: the step by which a choice that did not fit makes room
+ATTEMPTS = 12
+MICROBATCHES = (1, 2, 4, 8, 16, 32)
+
+
+def choose(
+    work: Workload,
+    hardware: Hardware,
+    *,
+    budget_seconds: float = BUDGET_SECONDS,
+    tokens: float | None = None,
+    flops_per_token: float | None = None,
+) -> Plan:
+    """The fastest plan for ``work`` on ``hardware`` that the compiler says fits.
+
+    ``budget_seconds`` is wall time: no compile starts that could not end within it, except the first ones; the plan says if it cut the
+    search short. ``tokens`` (global, of a step) and ``flops_per_token`` give the forecast its tokens per second and MFU.
+
+    The plan holds its verdict, its forecast, a reason and a runner-up for each entry, and the candidates that lost. Where nothing fits its
+    verdict says so, and its candidates are what was tried.
+
+    Raises:
+        InputError: the mesh and the machine disagree, or the machine is a CPU, which has no device memory to plan for.
+        CompilerError: the compiler of that hardware is not installed.
+    """
+    if hardware.target.platform == "cpu":
+        raise InputError(f"{hardware.name} has no device memory to plan for; name the machine that is to train, such as h100-sxm:8")
+    search = _Search(work, hardware, budget_seconds, {"tokens": tokens, "flops_per_token": flops_per_token})
+    while candidates := search.candidates():
+        search.prove(candidates)
+    return answering.answer(search.proven, search.outcome(), search.corrected())
+
+
+def frugal(work: Workload, hardware: Hardware) -> Proven | None:
+    """The plan that does with the least HBM, compiled; None where the host's memory allows no plan."""
+    search = _Search(work, hardware, math.inf, {})
+    problem = search.problem(1)
+    assert problem is not None, "one microbatch is always a problem"
+    found = most_frugal(problem, Correction(), Limits(hbm_bytes=math.inf, host_bytes=problem.host_budget_bytes))
+    if found is None:
+        return None
+    search.prove([search.candidate(problem, found)])
+    return search.proven[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Proposal:
+    seconds: float
+    candidate: Candidate
+
+
+class _Search:
+    """The state of one search: the problems, what was compiled, and the time that is left."""
+
+    def __init__(self, work: Workload, hardware: Hardware, budget_seconds: float, work_done: Mapping[str, float | None]):
+        self.work, self.hardware, self.work_done = work, hardware, work_done
+        self.began, self.budget_seconds = time.monotonic(), budget_seconds
+        self.prices = Prices(hardware)
+        self.problems: dict[int, Problem] = {}
+        self.proven: list[Proven] = []
+        self.longest_seconds = 0.0
+        self.ended = ""
+
+    def problem(self, microbatches: int) -> Problem | None:
+        """The problem for that many microbatches, None where the batch does not divide or nobody said how losses combine."""
+        if microbatches not in self.problems:
+            try:
+                self.problems[microbatches] = formulate(self.work, self.hardware, self.prices, _options(microbatches))
+            except InputError:
+                if microbatches == 1:
+                    raise
+                return None
+        return self.problems[microbatches]
+
+    def candidates(self) -> list[Candidate]:
+        """What to compile next; nothing when the search has ended."""
+        if not self.proven:
+            return self._first()
+        if self._late():
+            self.ended = f"the budget of {show_seconds(self.budget_seconds)} ended the search"
+            return []
+        best = min((p.seconds for p in self.proven if p.fits and p.seconds is not None), default=math.inf)
+        proposals = sorted(self._proposals(), key=lambda p: p.seconds)
+        worth = [p for p in proposals if p.seconds < best * (1 - WORTH)]
+        if not worth and not math.isfinite(best):
+            worth = self._frugal()
+        if not worth:
+            self.ended = self._proof(best)
+        return [p.candidate for p in worth[:SIDE_BY_SIDE]]
+
+    def _first(self) -> list[Candidate]:
+        problem = self.problem(1)
+        assert problem is not None, "one microbatch is always a problem"
+        plan = Plan.by_hand(self.work, {}, hardware=self.hardware)
+        written = Candidate(summary="as written", choice=choices.choice_of(problem, plan), rules={}, options={})
+        found = solve(problem, Correction(), self._limits(problem))
+        best = [] if found is None or found == written.choice else [self.candidate(problem, found)]
+        return [written, *best]
+
+    def _late(self) -> bool:
+        return time.monotonic() + self.longest_seconds > self.began + self.budget_seconds
+
+    def prove(self, candidates: list[Candidate]) -> None:
+        """Compile them; the first ones may overrun the budget, for there must be an answer."""
+        began = time.monotonic()
+        deadline = self.began + self.budget_seconds if self.proven and math.isfinite(self.budget_seconds) else None
+        self.proven += prove(self.work, self.hardware, candidates, self.work_done, deadline)
+        self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
+
+    def _proposals(self) -> list[_Proposal]:
+        made = []
+        for microbatches in MICROBATCHES:
+            problem = self.problem(microbatches)
+            if problem is None:
+                break
+            if (found := self._optimum(problem)) is not None:
+                made.append(found)
+        return made
+
+    def _optimum(self, problem: Problem) -> _Proposal | None:
+        """The best choice that was not compiled yet, under what was learned around it; None where the best was compiled and fits.
+
+        What the compiler needs beyond the count is known best near a compiled choice, so the choice is sought until it is the one
+        around which was learned.
+        """
+        samples = self._samples(problem)
+        near, spare = self._start(problem), 0.0
+        for _ in range(ATTEMPTS):
+            correction = learn(problem, samples, near) if samples else self._borrowed(problem)
+            found = solve(problem, correction, self._limits(problem, spare))
+            if found is None:
+                return None
+            tried = self._tried(problem, found)
+            if tried is not None and (tried.fits or not tried.verdict.compiled):
+                return None
+            if found == near and tried is None:
+                break
+            if tried is not None:  # it was counted to fit, and does not
+                spare += TIGHTER * problem.hbm_budget_bytes
+            near = found
+        if self._tried(problem, near) is not None:
+            return None
+        seconds = estimate(problem, near, learn(problem, samples, near) if samples else self._borrowed(problem)).seconds
+        return _Proposal(seconds=seconds, candidate=self.candidate(problem, near))
+
+    def _frugal(self) -> list[_Proposal]:
+        """Where nothing fits and no choice is thought to: the least HBM that each number of microbatches could do with."""
+        made = []
+        for microbatches in MICROBATCHES:
+            problem = self.problem(microbatches)
+            if problem is None:
+                break
+            found = most_frugal(problem, Correction(), self._limits(problem))
+            if found is not None and self._tried(problem, found) is None:
+                made.append(_Proposal(seconds=estimate(problem, found, Correction()).hbm_bytes, candidate=self.candidate(problem, found)))
+        return sorted(made, key=lambda p: p.seconds)
+
+    def _start(self, problem: Problem) -> Choice:
+        mine = [p for p in self.proven if p.candidate.microbatches == problem.microbatches]
+        return mine[-1].candidate.choice if mine else self.proven[-1].candidate.choice
+
+    def _samples(self, problem: Problem) -> list[Sample]:
+        return [
+            Sample(choice=p.candidate.choice, seconds=p.seconds, hbm_bytes=p.verdict.hbm.total_bytes)
+            for p in self.proven
+            if p.candidate.microbatches == problem.microbatches and p.verdict.hbm is not None
+        ]
+
+    def _borrowed(self, problem: Problem) -> Correction:
+        """For a number of microbatches of which none was compiled: what one microbatch taught."""
+        other = self.problem(1)
+        assert other is not None, "one microbatch is always a problem"
+        samples = self._samples(other)
+        return learn(other, samples, samples[-1].choice) if samples else Correction()
+
+    def _limits(self, problem: Problem, spare: float = 0.0) -> Limits:
+        return Limits(hbm_bytes=problem.hbm_budget_bytes - spare, host_bytes=problem.host_budget_bytes)
+
+    def _tried(self, problem: Problem, choice: Choice) -> Proven | None:
+        same = (p for p in self.proven if p.candidate.microbatches == problem.microbatches and p.candidate.choice == choice)
+        return next(same, None)
+
+    def candidate(self, problem: Problem, choice: Choice) -> Candidate:
+        written = {t.name: t.written for t in self.work.tensors if t.role == "activation"}
+        options = _options(problem.microbatches)
+        rules = choices.rules_of(problem, choice, written)
+        return Candidate(summary=choices.in_words(problem, choice, options), choice=choice, rules=rules, options=options)
+
+    def _proof(self, best: float) -> str:
+        if not math.isfinite(best):
+            return "nothing that the program over all placements allows was found to fit"
+        return f"no other placement is forecast to gain more than {WORTH:.1%} of the step"
+
+    def outcome(self) -> str:
+        """One line on how the search went."""
+        compiled = sum(p.verdict.compiled for p in self.proven)
+        return f"search: {compiled} candidates compiled in {show_seconds(time.monotonic() - self.began)}; {self.ended}"
+
+    def corrected(self) -> dict[int, tuple[Problem, Correction]]:
+        """Each problem of which something was compiled, with all that was learned."""
+        out = {}
+        for microbatches, problem in self.problems.items():
+            if samples := self._samples(problem):
+                out[microbatches] = (problem, learn(problem, samples, samples[-1].choice))
+        return out
+
+
+def _options(microbatches: int) -> dict[str, Any]:
+    return {"microbatches": microbatches} if microbatches > 1 else {}

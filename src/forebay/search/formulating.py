@@ -1,0 +1,138 @@
+"""From a traced workload and a machine to the placement problem, for one number of microbatches.
+
+Bytes are those of three plans by rule (everything kept, everything on the host, everything recomputed), so that whatever a plan would
+refuse or leave alone is no choice here either: the rules of ``plan`` stay the one truth.
+"""
+
+import dataclasses
+from typing import Any
+
+from forebay.errors import PlacementError
+from forebay.hardware import Hardware
+from forebay.plan import Plan
+from forebay.search.pricing import Prices
+from forebay.search.problem import HBM, HOST, RECOMPUTE, Group, Problem, Value
+from forebay.workload import Workload, parts
+
+EVERY_ACTIVATION = "activation:?*"  # a pattern, not the role: it reaches what the program recomputes as written
+STREAM_BELOW = 2**20  # bytes of a stack on one device under which a copy's latency costs more than the bytes gain
+BACKWARD = 2.0  # arithmetic of a backward pass over its forward pass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Sources:
+    """The plans that a problem is read from."""
+
+    kept: Plan
+    hosted: Plan
+    recomputed: Plan
+
+
+def formulate(work: Workload, hardware: Hardware, prices: Prices, options: dict[str, Any]) -> Problem:
+    """The problem that ``options`` of ``Plan.by_hand`` (microbatches, prefetch) leave open."""
+    sources = Sources(
+        kept=Plan.by_hand(work, {EVERY_ACTIVATION: HBM}, hardware=hardware, options=options),
+        hosted=Plan.by_hand(work, {"parameter": HOST, "optimizer": HOST, EVERY_ACTIVATION: HOST}, hardware=hardware, options=options),
+        recomputed=Plan.by_hand(work, {EVERY_ACTIVATION: RECOMPUTE}, hardware=hardware, options=options),
+    )
+    passes = options.get("microbatches", 1)
+    share = 1 / hardware.devices
+    values, forward = _values(work, sources, prices, share, passes)
+    groups = tuple(_group(work, sources, f, passes) for f, family in enumerate(work.families) if family.params or family.state)
+    counted = sum(g.param_bytes + g.gradient_bytes + g.state_bytes for g in groups)
+    standing = [e for e in sources.kept.entries if e.role not in ("activation", "communication") and e.placement == HBM]
+    phases = [seconds for loop in forward for seconds in (loop, BACKWARD * loop)]
+    return Problem(
+        values=values,
+        groups=groups,
+        compute_seconds=(*phases, prices.update(counted)),
+        link=prices.link,
+        hbm_fixed_bytes=max(0.0, sum(e.bytes_per_device for e in standing) - counted),
+        hbm_budget_bytes=hardware.hbm_budget_bytes,
+        host_budget_bytes=hardware.host_budget_bytes_per_device,
+        microbatches=passes,
+    )
+
+
+def _values(work: Workload, sources: Sources, prices: Prices, share: float, passes: int) -> tuple[tuple[Value, ...], list[float]]:
+    """The values of all loops, and the seconds of each loop's forward pass."""
+    values: list[Value] = []
+    forward = []
+    entries = {plan: {e.name: e for e in getattr(sources, plan).role("activation")} for plan in ("kept", "hosted", "recomputed")}
+    tensors = {t.name: t for t in work.tensors if t.role == "activation"}
+    dtype = _compute_dtype(tensors.values())
+    for k, graph in enumerate(work.recompute_graphs):
+        base, seconds = len(values), 0.0
+        if graph.carry:
+            values.append(_value(graph.carry, k, (), True, 0.0, graph, entries, prices, passes))
+            base += 1
+        for node in graph.nodes:
+            each = prices.seconds(node, share, dtype) * graph.length
+            seconds += each
+            inputs = tuple(base + u for u in node.inputs)
+            values.append(_value(node.name, k, inputs, node.needed, each, graph, entries, prices, passes, node.bytes * share / passes))
+        forward.append(seconds)
+    return tuple(values), forward
+
+
+def _value(name, loop, inputs, needed, seconds, graph, entries, prices, passes, slice_bytes=0.0) -> Value:
+    kept = entries["kept"].get(name) if name else None
+    if kept is None:
+        return Value(
+            name="", loop=loop, inputs=inputs, needed=needed, places=(), stack_bytes=0.0, slice_bytes=slice_bytes, rebuild_seconds=seconds
+        )
+    stack = kept.bytes_per_device / passes
+    places = [
+        place for place, plan in ((HBM, "kept"), (HOST, "hosted"), (RECOMPUTE, "recomputed")) if entries[plan][name].placement == place
+    ]
+    if HOST in places and stack < STREAM_BELOW and len(places) > 1:
+        places.remove(HOST)
+    return Value(
+        name=name, loop=loop, inputs=inputs, needed=needed, places=tuple(places), stack_bytes=stack, slice_bytes=stack / graph.length,
+        rebuild_seconds=seconds, keep_seconds=prices.keeping(stack),
+    )  # fmt: skip
+
+
+def _compute_dtype(activations) -> str:
+    """The dtype in which most bytes of activations stand."""
+    held: dict[str, int] = {}
+    for tensor in activations:
+        held[tensor.dtype] = held.get(tensor.dtype, 0) + tensor.bytes
+    return max(held, key=held.__getitem__, default="float32")
+
+
+def _group(work: Workload, sources: Sources, f: int, passes: int) -> Group:
+    family, plan, hosted = work.families[f], sources.kept, sources.hosted
+    params, gradients, state = (plan.role(role) for role in ("parameter", "gradient", "optimizer"))
+    moved_params, moved_state = hosted.role("parameter"), hosted.role("optimizer")
+    movable = [j for j in family.state if moved_state[j].placement == HOST]
+    loop = next((k for k, loop in enumerate(work.program.loops) if set(family.params) & {p for p in loop.params if p is not None}), None)
+    copies = sum(hosted.copies[p].bytes_per_device for p in family.params if p in hosted.copies)
+    masters = sum(params[p].bytes_per_device for p in family.params)
+    length = work.program.loops[loop].loop.length if loop is not None else 1
+    return Group(
+        params=tuple(params[p].name for p in family.params),
+        state=tuple(state[j].name for j in movable),
+        param_moves=bool(family.params) and all(moved_params[p].placement == HOST for p in family.params),
+        layers=_layers(work, f) if movable else 0,
+        loop=loop,
+        param_bytes=masters,
+        gradient_bytes=sum(gradients[p].bytes_per_device for p in family.params),
+        state_bytes=sum(state[j].bytes_per_device for j in movable),
+        travel_bytes=copies or masters,
+        copy_bytes=copies,
+        slice_bytes=3 * masters / length if loop is not None else 2 * masters,
+        fused=f in hosted.fused,
+        passes=passes,
+    )
+
+
+def _layers(work: Workload, f: int) -> int:
+    """In how many parts the state of a family can move: its layers, or one."""
+    if len(work.families[f].params) != 1 or (layers := parts.layers_of(work, f)) < 2:
+        return 1
+    try:
+        parts.cut(work, {f: {1}})
+    except PlacementError:
+        return 1
+    return layers

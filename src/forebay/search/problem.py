@@ -1,0 +1,254 @@
+"""The placement problem: what may stand where, what each place takes of the memories and the lanes, and the price of a choice.
+
+    values   what the backward pass of a layer loop reads, and what those are made of       hbm | host | recompute
+    groups   parameters with their gradients and optimizer state, as the update takes them  state: by layers; parameters: hbm | host
+
+Time is counted in phases: the forward and the backward pass of each loop, then the update. In a phase the copies run beside the
+compute, and what does not fit beside it is *exposed*:
+
+    exposed(phase) = max(0, max(to_device / rate, to_host / rate, both / both_rate) - compute(phase) - rebuilding(phase))
+    seconds        = constant + rebuilding + keeping + exposed + slow-down x copies, each with its factor of ``Correction``
+
+Copies of values and of groups have a factor each: the compiler hides the former beside a layer's work better than the latter.
+
+A value that is not kept is rebuilt, and what it is made of too unless that is kept: a chain that two values share is paid once.
+HBM is what stands there through the step plus the values of one layer while they are rebuilt. All of it is linear, so ``program``
+solves it exactly; ``estimate`` prices one given choice, and is the definition that the program is tested against.
+
+Limits: the phases' compute, the room the compiler needs beside it all (``Correction``) and the overlap it reaches are learned from
+compiled candidates, not known here.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+HBM, HOST, RECOMPUTE = "hbm", "host", "recompute"
+LANES = ("to_device", "to_host")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """A value of a loop's body. ``places`` are those it may have; none for a step on the way, which exists only while it is rebuilt.
+
+    ``needed``: the backward pass reads it. ``inputs`` are positions in ``Problem.values``, all before its own. Bytes are per device:
+    ``stack_bytes`` of all layers, ``slice_bytes`` of one. Seconds are those of all layers of a step.
+    """
+
+    name: str
+    loop: int
+    inputs: tuple[int, ...]
+    needed: bool
+    places: tuple[str, ...]
+    stack_bytes: float
+    slice_bytes: float
+    rebuild_seconds: float
+    keep_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A family of the update. ``state`` and ``params`` are entry names; bytes are per device.
+
+    ``layers``: in how many equal parts its state can move; 0: not at all. ``loop`` is None for parameters outside the loops.
+    ``travel_bytes`` is what one pass over the parameters fetches, ``copy_bytes`` that of a compute copy, 0 without one. ``fused``:
+    with its parameters on the host it is updated inside the backward pass, and no gradient of it stands anywhere. ``passes``: how
+    often a step goes forward and back.
+    """
+
+    params: tuple[str, ...]
+    state: tuple[str, ...]
+    param_moves: bool
+    layers: int
+    loop: int | None
+    param_bytes: float
+    gradient_bytes: float
+    state_bytes: float
+    travel_bytes: float
+    copy_bytes: float = 0.0
+    slice_bytes: float = 0.0
+    fused: bool = False
+    passes: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Bytes per second of one device's host link, by direction and of both at once, shared DRAM included."""
+
+    to_device: float
+    to_host: float
+    both: float
+    slow_down: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """What compiled candidates taught: seconds = ``constant_seconds`` + the features x their factors; ``workspace_bytes`` of HBM beside
+    what the problem counts; ``compute`` scales the phases, beside which copies hide."""
+
+    constant_seconds: float = 0.0
+    compute: float = 1.0
+    rebuild: float = 1.0
+    exposed: float = 1.0
+    beside_values: float = 1.0
+    beside_groups: float = 1.0
+    workspace_bytes: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Everything that one choice of microbatches leaves open. ``compute_seconds`` has two phases for each loop and the update last."""
+
+    values: tuple[Value, ...]
+    groups: tuple[Group, ...]
+    compute_seconds: tuple[float, ...]
+    link: Link | None
+    hbm_fixed_bytes: float
+    hbm_budget_bytes: float
+    host_budget_bytes: float
+    microbatches: int = 1
+
+    def __post_init__(self):
+        assert len(self.compute_seconds) % 2 == 1, "two phases for each loop, and the update"
+        assert all(u < v for v, value in enumerate(self.values) for u in value.inputs), "values stand behind what they are made of"
+
+    @property
+    def update(self) -> int:
+        """The phase of the update."""
+        return len(self.compute_seconds) - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One place for each value ("" where it has none), how many parts of each group's state and whether its parameters are on the host."""
+
+    places: tuple[str, ...]
+    state_layers: tuple[int, ...]
+    params_on_host: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """The price of a choice, by what ``Correction`` weighs: a model's figures, never shown as compiled. ``value_copy_seconds`` and
+    ``group_copy_seconds`` are what compute loses beside copies."""
+
+    seconds: float
+    hbm_bytes: float
+    host_bytes: float
+    rebuild_seconds: float
+    keep_seconds: float
+    exposed_seconds: float
+    value_copy_seconds: float
+    group_copy_seconds: float
+
+
+def phase_of(loop: int, backward: bool) -> int:
+    """The phase in which a loop runs forward, or back."""
+    return 2 * loop + backward
+
+
+def value_traffic(value: Value) -> Iterator[tuple[int, str, float]]:
+    """(phase, lane, bytes) of a value on the host: out in the forward pass, back in the backward pass."""
+    yield phase_of(value.loop, False), "to_host", value.stack_bytes
+    yield phase_of(value.loop, True), "to_device", value.stack_bytes
+
+
+def state_traffic(problem: Problem, group: Group) -> Iterator[tuple[int, str, float]]:
+    """(phase, lane, bytes) of all of a group's state on the host while its parameters stay in HBM."""
+    for lane in LANES:
+        yield problem.update, lane, group.state_bytes
+
+
+def param_traffic(problem: Problem, group: Group) -> Iterator[tuple[int, str, float]]:
+    """(phase, lane, bytes) of a group on the host, parameters and state, beyond those of its state alone."""
+    update, back = problem.update, problem.update
+    if group.loop is not None:
+        back = phase_of(group.loop, True)
+        yield phase_of(group.loop, False), "to_device", group.travel_bytes * group.passes
+    else:
+        yield update, "to_device", group.travel_bytes * group.passes
+    yield back, "to_device", group.travel_bytes * group.passes
+    if group.fused:
+        yield from ((update, lane, -group.state_bytes) for lane in LANES)
+        yield from ((back, lane, group.state_bytes) for lane in LANES)
+        yield back, "to_device", group.param_bytes if group.copy_bytes else 0.0
+        yield back, "to_host", group.param_bytes + group.copy_bytes
+    else:
+        yield back, "to_host", group.gradient_bytes * group.passes
+        yield back, "to_device", group.gradient_bytes * (group.passes - 1)
+        yield update, "to_device", group.param_bytes + group.gradient_bytes
+        yield update, "to_host", group.param_bytes + group.copy_bytes
+
+
+def hosted_param_bytes(group: Group) -> float:
+    """Host memory of a group's parameters: masters, compute copy, and gradients where a stack of them exists."""
+    return group.param_bytes + group.copy_bytes + (0.0 if group.fused else group.gradient_bytes)
+
+
+def rebuilt(problem: Problem, places: Sequence[str]) -> frozenset[int]:
+    """The values that the backward pass makes again under ``places``."""
+    again: set[int] = set()
+    stack = [v for v, value in enumerate(problem.values) if value.needed]
+    while stack:
+        v = stack.pop()
+        if places[v] in (HBM, HOST) or v in again:
+            continue
+        again.add(v)
+        stack.extend(problem.values[v].inputs)
+    return frozenset(again)
+
+
+def estimate(problem: Problem, choice: Choice, correction: Correction) -> Estimate:
+    """Price one choice."""
+    again = rebuilt(problem, choice.places)
+    phases = range(len(problem.compute_seconds))
+    of_values, of_groups = ({(phase, lane): 0.0 for phase in phases for lane in LANES} for _ in range(2))
+    hbm, host, keep = problem.hbm_fixed_bytes + correction.workspace_bytes, 0.0, 0.0
+    for value, place in zip(problem.values, choice.places, strict=True):
+        if place == HBM:
+            hbm, keep = hbm + value.stack_bytes, keep + value.keep_seconds
+        elif place == HOST:
+            hbm, host = hbm + 2 * value.slice_bytes, host + value.stack_bytes
+            _add(of_values, value_traffic(value), 1.0)
+    for group, layers, on_host in zip(problem.groups, choice.state_layers, choice.params_on_host, strict=True):
+        share = layers / group.layers if group.layers else 0.0
+        hbm, host = hbm + group.state_bytes * (1 - share), host + group.state_bytes * share
+        _add(of_groups, state_traffic(problem, group), share)
+        if on_host:
+            hbm, host = hbm + group.slice_bytes, host + hosted_param_bytes(group)
+            _add(of_groups, param_traffic(problem, group), 1.0)
+        else:
+            hbm += group.param_bytes + group.gradient_bytes
+    at_once: dict[int, float] = {}
+    again_in = [0.0 for _ in phases]
+    for v in again:
+        value = problem.values[v]
+        at_once[value.loop] = at_once.get(value.loop, 0.0) + value.slice_bytes
+        again_in[phase_of(value.loop, True)] += value.rebuild_seconds
+    hbm += max(at_once.values(), default=0.0)
+    exposed = 0.0
+    for phase in phases:
+        lanes = lane_seconds(problem, *(of_values[phase, lane] + of_groups[phase, lane] for lane in LANES))
+        hidden = correction.compute * problem.compute_seconds[phase] + correction.rebuild * again_in[phase]
+        exposed += max(0.0, max(lanes) - hidden)
+    slow_down = problem.link.slow_down if problem.link else 0.0
+    beside_values, beside_groups = (slow_down * sum(moved.values()) for moved in (of_values, of_groups))
+    seconds = correction.constant_seconds + correction.rebuild * sum(again_in) + keep + correction.exposed * exposed
+    seconds += correction.beside_values * beside_values + correction.beside_groups * beside_groups
+    return Estimate(
+        seconds=seconds, hbm_bytes=hbm, host_bytes=host, rebuild_seconds=sum(again_in), keep_seconds=keep, exposed_seconds=exposed,
+        value_copy_seconds=beside_values, group_copy_seconds=beside_groups,
+    )  # fmt: skip
+
+
+def lane_seconds(problem: Problem, to_device: float, to_host: float) -> tuple[float, ...]:
+    """Seconds that copies of these bytes need alone: each direction, and both together."""
+    if problem.link is None:
+        assert not to_device and not to_host, "copies on a machine whose link is not known"
+        return (0.0,)
+    link = problem.link
+    return (to_device / link.to_device, to_host / link.to_host, (to_device + to_host) / link.both)
+
+
+def _add(moved: dict[tuple[int, str], float], traffic, share: float) -> None:
+    for phase, lane, count in traffic:
+        moved[phase, lane] += share * count

@@ -1,0 +1,245 @@
+"""The placement problem as a mixed-integer program, solved to its optimum by ``scipy.optimize.milp`` (HiGHS).
+
+    minimise    constant + a rebuild.r + keep.k + b sum(e) + d, d' copies of values, of groups
+    where       k, h      0 or 1    a value is kept in HBM, or on the host
+                r         [0, 1]    a value is rebuilt; whole numbers by themselves once k and h are
+                n, p      0 .. L, 0 or 1    parts of a group's state, and its parameters, on the host
+                e         >= 0      exposed seconds of a phase, at least copies - compute - rebuilding, for each lane
+                w         >= 0      the values of one layer while they are rebuilt
+    subject to  r + k + h >= 1                  for what the backward pass reads
+                r_u + k_u + h_u >= r_v          for what a rebuilt value is made of: a shared chain is paid once
+                HBM and host bytes within their budgets
+
+Cost: about forty values and a dozen groups for a transformer; some hundredths of a second.
+"""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from forebay.search.problem import (
+    HBM,
+    HOST,
+    LANES,
+    RECOMPUTE,
+    Choice,
+    Correction,
+    Problem,
+    hosted_param_bytes,
+    param_traffic,
+    phase_of,
+    state_traffic,
+    value_traffic,
+)
+
+TIME_LIMIT_SECONDS = 10.0
+GAP = 1e-4
+_MIB = 2.0**20  # bytes enter the program in MiB: rows of like size keep the solver exact
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a solution may fill, in bytes per device."""
+
+    hbm_bytes: float
+    host_bytes: float
+
+
+class _Rows:
+    """Variables and rows, gathered before scipy is asked."""
+
+    def __init__(self):
+        self.upper: list[float] = []
+        self.whole: list[int] = []
+        self.objective: dict[int, float] = defaultdict(float)
+        self.rows: list[tuple[Mapping[int, float], float, float]] = []
+
+    def variable(self, upper: float, whole: bool) -> int:
+        self.upper.append(upper)
+        self.whole.append(int(whole))
+        return len(self.upper) - 1
+
+    def at_least(self, row: Mapping[int, float], bound: float) -> None:
+        self.rows.append((row, bound, math.inf))
+
+    def at_most(self, row: Mapping[int, float], bound: float) -> None:
+        self.rows.append((row, -math.inf, bound))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Variables:
+    kept: list[int]
+    hosted: list[int]
+    again: list[int]
+    layers: list[int]
+    params: list[int]
+    exposed: list[int]
+    room: int
+
+
+def solve(problem: Problem, correction: Correction, limits: Limits) -> Choice | None:
+    """The choice of the fewest seconds within ``limits``, or None where there is none."""
+    return _solve(problem, correction, limits, _time_objective)
+
+
+def most_frugal(problem: Problem, correction: Correction, limits: Limits) -> Choice | None:
+    """The choice of the least HBM with the host's bytes within ``limits``; None where the host cannot hold any."""
+    return _solve(problem, correction, dataclasses.replace(limits, hbm_bytes=math.inf), _hbm_objective)
+
+
+def _solve(problem: Problem, correction: Correction, limits: Limits, objective) -> Choice | None:
+    rows = _Rows()
+    at = _variables(problem, rows)
+    _rebuilding(problem, rows, at)
+    hbm, fixed = _hbm_row(problem, correction, at)
+    if math.isfinite(limits.hbm_bytes):
+        rows.at_most(hbm, limits.hbm_bytes / _MIB - fixed)
+    rows.at_most(_host_row(problem, at), limits.host_bytes / _MIB)
+    copies = _lanes(problem, correction, rows, at)
+    objective(problem, correction, rows, at, hbm, copies)
+    found = _milp(rows)
+    return None if found is None else _choice(problem, at, found)
+
+
+def _variables(problem: Problem, rows: _Rows) -> _Variables:
+    link = problem.link is not None
+    at = _Variables(
+        kept=[rows.variable(HBM in v.places, True) for v in problem.values],
+        hosted=[rows.variable(link and HOST in v.places, True) for v in problem.values],
+        again=[rows.variable(1.0, False) for _ in problem.values],
+        layers=[rows.variable(g.layers if link else 0, True) for g in problem.groups],
+        params=[rows.variable(link and g.param_moves, True) for g in problem.groups],
+        exposed=[rows.variable(math.inf, False) for _ in problem.compute_seconds],
+        room=rows.variable(math.inf, False),
+    )
+    for g, group in enumerate(problem.groups):  # parameters leave with their state
+        rows.at_least({at.layers[g]: 1.0, at.params[g]: -float(group.layers)}, 0.0)
+    return at
+
+
+def _rebuilding(problem: Problem, rows: _Rows, at: _Variables) -> None:
+    in_loop: dict[int, dict[int, float]] = defaultdict(dict)
+    for v, value in enumerate(problem.values):
+        have = {at.again[v]: 1.0, at.kept[v]: 1.0, at.hosted[v]: 1.0}
+        if value.needed:
+            rows.at_least(have, 1.0)
+        rows.at_most({at.kept[v]: 1.0, at.hosted[v]: 1.0}, 1.0)
+        if value.places and RECOMPUTE not in value.places:
+            rows.at_least({at.kept[v]: 1.0, at.hosted[v]: 1.0}, 1.0)
+        for u in value.inputs:
+            rows.at_least({at.again[u]: 1.0, at.kept[u]: 1.0, at.hosted[u]: 1.0, at.again[v]: -1.0}, 0.0)
+        in_loop[value.loop][at.again[v]] = value.slice_bytes / _MIB
+    for row in in_loop.values():
+        rows.at_most(row | {at.room: -1.0}, 0.0)
+
+
+def _hbm_row(problem: Problem, correction: Correction, at: _Variables) -> tuple[dict[int, float], float]:
+    """The HBM of a choice in MiB, as a row, and what no choice changes."""
+    row, fixed = {at.room: 1.0}, problem.hbm_fixed_bytes + correction.workspace_bytes
+    for v, value in enumerate(problem.values):
+        row[at.kept[v]] = value.stack_bytes / _MIB
+        row[at.hosted[v]] = 2 * value.slice_bytes / _MIB
+    for g, group in enumerate(problem.groups):
+        fixed += group.state_bytes + group.param_bytes + group.gradient_bytes
+        if group.layers:
+            row[at.layers[g]] = -group.state_bytes / group.layers / _MIB
+        row[at.params[g]] = (group.slice_bytes - group.param_bytes - group.gradient_bytes) / _MIB
+    return row, fixed / _MIB
+
+
+def _host_row(problem: Problem, at: _Variables) -> dict[int, float]:
+    row = {at.hosted[v]: value.stack_bytes / _MIB for v, value in enumerate(problem.values)}
+    for g, group in enumerate(problem.groups):
+        row[at.layers[g]] = group.state_bytes / max(1, group.layers) / _MIB
+        row[at.params[g]] = hosted_param_bytes(group) / _MIB
+    return row
+
+
+def _lanes(problem: Problem, correction: Correction, rows: _Rows, at: _Variables) -> dict[int, float]:
+    """A row for each lane of each phase; what copies cost the compute beside them, by variable."""
+    if problem.link is None:
+        return {}
+    moved: dict[tuple[int, str], dict[int, float]] = {(p, lane): defaultdict(float) for p in range(problem.update + 1) for lane in LANES}
+
+    def add(variable: int, traffic, share: float = 1.0) -> None:
+        for phase, lane, count in traffic:
+            moved[phase, lane][variable] += share * count
+
+    for v, value in enumerate(problem.values):
+        add(at.hosted[v], value_traffic(value))
+    for g, group in enumerate(problem.groups):
+        add(at.layers[g], state_traffic(problem, group), 1 / max(1, group.layers))
+        add(at.params[g], param_traffic(problem, group))
+    link = problem.link
+    for phase, compute in enumerate(problem.compute_seconds):
+        device, host = moved[phase, "to_device"], moved[phase, "to_host"]
+        both = {x: device.get(x, 0.0) + host.get(x, 0.0) for x in {*device, *host}}
+        again = {
+            at.again[v]: correction.rebuild * value.rebuild_seconds
+            for v, value in enumerate(problem.values)
+            if phase_of(value.loop, True) == phase
+        }
+        for row, rate in ((device, link.to_device), (host, link.to_host), (both, link.both)):
+            if row:
+                rows.at_least(
+                    {at.exposed[phase]: 1.0} | again | {x: -count / rate for x, count in row.items()}, -compute * correction.compute
+                )
+    slow: dict[int, float] = defaultdict(float)
+    values = set(at.hosted)
+    for row in moved.values():
+        for variable, count in row.items():
+            slow[variable] += count * link.slow_down * (correction.beside_values if variable in values else correction.beside_groups)
+    return slow
+
+
+def _time_objective(problem, correction, rows, at, hbm, copies) -> None:
+    for v, value in enumerate(problem.values):
+        rows.objective[at.again[v]] += correction.rebuild * value.rebuild_seconds
+        rows.objective[at.kept[v]] += value.keep_seconds
+    for variable in at.exposed:
+        rows.objective[variable] += correction.exposed
+    for variable, seconds in copies.items():
+        rows.objective[variable] += seconds
+
+
+def _hbm_objective(problem, correction, rows, at, hbm, copies) -> None:
+    for variable, size in hbm.items():
+        rows.objective[variable] += size
+
+
+def _milp(rows: _Rows):
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import coo_array
+
+    cells = [(r, c, x) for r, (row, _, _) in enumerate(rows.rows) for c, x in row.items()]
+    at, columns, values = zip(*cells, strict=True)
+    matrix = coo_array((values, (at, columns)), shape=(len(rows.rows), len(rows.upper))).tocsc()
+    objective = np.zeros(len(rows.upper))
+    limits: list[Any] = [np.array(rows.upper, float), *(np.array([row[k] for row in rows.rows], float) for k in (1, 2))]
+    for variable, price in rows.objective.items():
+        objective[variable] = price
+    answer = milp(
+        objective,
+        integrality=np.array(rows.whole),
+        bounds=Bounds(0.0, limits[0]),
+        constraints=LinearConstraint(matrix, limits[1], limits[2]),
+        options={"mip_rel_gap": GAP, "time_limit": TIME_LIMIT_SECONDS},
+    )
+    return answer.x
+
+
+def _choice(problem: Problem, at: _Variables, found) -> Choice:
+    places = []
+    for v, value in enumerate(problem.values):
+        if not value.places:
+            places.append("")
+        else:
+            places.append(HBM if found[at.kept[v]] > 0.5 else HOST if found[at.hosted[v]] > 0.5 else RECOMPUTE)
+    return Choice(
+        places=tuple(places),
+        state_layers=tuple(round(found[n]) for n in at.layers),
+        params_on_host=tuple(bool(found[p] > 0.5) for p in at.params),
+    )
