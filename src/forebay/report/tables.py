@@ -37,7 +37,7 @@ def render_plan(record: Mapping, cached: bool = False) -> str:
         parts += [part for part in (step_table(forecast), lane_picture(forecast), exposed_table(record["entries"])) if part]
     if record.get("candidates"):
         parts.append(_table_of_candidates(record["candidates"]))
-    if reasons := record["options"].get("reasons"):
+    if reasons := record.get("options", {}).get("reasons"):
         parts.append("\n".join(reasons))
     parts.append("\n".join(_verdict_lines(verdict, cached)) if verdict else "No verdict: the compiler has not been asked.")
     return "\n\n".join(parts)

@@ -23,7 +23,7 @@ from forebay.runtime.streaming import Job
 from forebay.workload import jaxprs
 
 
-def spread(chain: Generator, shares: Sequence[float], program: Any, args: Sequence[Any]) -> tuple[list[Any], Any]:
+def spread(chain: Generator[Any, Any, Any], shares: Sequence[float], program: Any, args: Sequence[Any]) -> tuple[list[Any], Any]:
     """Results of ``program`` (a ClosedJaxpr) on ``args``, and of ``chain`` (``streaming.steps``), whose steps end at ``shares`` of it."""
     env: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     env.update(zip(program.jaxpr.invars, args, strict=True))
@@ -40,7 +40,7 @@ def spread(chain: Generator, shares: Sequence[float], program: Any, args: Sequen
     return [v.val if jaxprs.is_literal(v) else env[v] for v in program.jaxpr.outvars], result
 
 
-def _advance(chain: Generator, held: Any) -> tuple[Any, Any]:
+def _advance(chain: Generator[Any, Any, Any], held: Any) -> tuple[Any, Any]:
     """(what the next step holds, None), or (None, the chain's result) behind its last step."""
     try:
         return chain.send(held), None

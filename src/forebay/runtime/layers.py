@@ -175,19 +175,12 @@ class LayerPass:
 
         def body(carry, xs):
             i, plain, saved, ys = xs
-            table, sums = dict(zip(slots, carry["arrays"], strict=True)), carry["sums"]
-            stacks_of = lambda: {k: table.get(copies.slot_of(self.plan, w.param), w.value) for k, w in self.waits.items()}  # noqa: E731
+            table = dict(zip(slots, carry["arrays"], strict=True))
             given = self._given(fused, slot_of, carry["done"], carry["pending"]) if fused.jobs else {}
-            chain = steps(fused.jobs, table, sums, self._next(i, True), given, live=i != first)
-            if fused.jobs and self.plan.options["prefetch"]:
-                weights = carry["weights"]
-                pulled, sums = self._beside(chain, shares_of(fused.jobs, table, given), (weights, plain, saved, [*carry["ct"], *ys]))
-            else:  # a layer is fetched when its turn comes, and so behind all writes to its stack
-                sums = run_steps(chain, len(fused.jobs))
-                weights = self._now(carry["weights"], stacks_of(), i)
-                pulled = self._pull(weights, plain, saved, [*carry["ct"], *ys])
-            d_const, d_carry, d_weights, d_plain = pulled
-            ahead = self._ahead(stacks_of(), i, False)
+            chain = steps(fused.jobs, table, carry["sums"], self._next(i, True), given, live=i != first)
+            operands = plain, saved, [*carry["ct"], *ys]
+            weights, (d_const, d_carry, d_weights, d_plain), sums = self._updating(fused, chain, table, given, carry, i, operands)
+            ahead = self._ahead(self._stacks(table), i, False)
             pending = {k: d_weights[k] for k in consumed}
             out = {
                 "ct": d_carry, "consts": [a + b for a, b in zip(carry["consts"], d_const, strict=True)],
@@ -243,6 +236,20 @@ class LayerPass:
                 given["params", p] = lax.with_sharding_constraint(weights[slot_of[p]][None], pin)
             given["grads", p] = lax.with_sharding_constraint(gradients[slot_of[p]][None], pin)
         return given
+
+    def _stacks(self, table) -> dict[int, Any]:
+        """The host stacks of waiting parameters as they are now."""
+        return {k: table.get(copies.slot_of(self.plan, w.param), w.value) for k, w in self.waits.items()}
+
+    def _updating(self, fused: Fused, chain, table, given, carry, i, operands):
+        """(the layer's weights, its derivative, the chain's sums), the update of the layer before beside it."""
+        if fused.jobs and self.plan.options["prefetch"]:
+            weights = carry["weights"]
+            return weights, *self._beside(chain, shares_of(fused.jobs, table, given), (weights, *operands))
+        # without a prefetch a layer is fetched when its turn comes, and so behind all writes to its stack
+        sums = run_steps(chain, len(fused.jobs))
+        weights = self._now(carry["weights"], self._stacks(table), i)
+        return weights, self._pull(weights, *operands), sums
 
     def _beside(self, chain, shares, operands):
         """The layer's derivative with a chain of updates spread over it: what ``_pull`` gives, and the chain's sums."""
