@@ -103,8 +103,8 @@ def answer(command: PlanCommand) -> Answer:
 
 
 def _made(command: PlanCommand, hardware: Hardware, rules: dict[str, str]) -> Any:
-    """The plan by hand that rules ask for, or the searched one."""
-    if rules:
+    """The plan by hand that rules ask for, or the searched one; a CPU has no device memory to search placements for."""
+    if rules or hardware.target.platform == "cpu":
         if command.maximize or command.minimize:
             raise InputError("--maximize and --minimize search for a plan and --place writes one by hand: leave one of them out")
         program = load_program(command.model, command.seq, command.batch)
