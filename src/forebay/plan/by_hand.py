@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from forebay.errors import InputError, PlacementError
 from forebay.plan import fsdp
+from forebay.plan.fusion import loop_layers
 from forebay.plan.options import compiler_options
 from forebay.plan.rules import Rule, choose, parse_rules
 from forebay.plan.streams import WHOLE_BELOW_BYTES
@@ -29,12 +30,17 @@ class Draft:
     options: dict[str, Any]
 
 
-def draft(work: Workload, rules: Mapping[str, str], hardware: Any, options: Mapping[str, Any]) -> Draft:
-    """Place every tensor of ``work``: by the last rule that names it, else as the program has it."""
+def draft(
+    work: Workload, rules: Mapping[str, str], hardware: Any, options: Mapping[str, Any], halves: Mapping[int, set[int]] | None = None
+) -> Draft:
+    """Place every tensor of ``work``: by the last rule that names it, else as the program has it.
+
+    ``halves``: layers at which the state of a stored parameter is cut, beside where rules name only some layers.
+    """
     mesh = _mesh(work, hardware)
     platform = hardware.target.platform if hardware is not None else "cpu"
     won = choose(parse_rules(rules), work.tensors)
-    work, won = _by_layers(work, won)
+    work, won = _by_layers(work, won, halves or {})
     stands = {
         t.name.partition(":")[2]: _state_placement(t, won.get(t.name), (), platform)[0] for t in work.tensors if t.role == "parameter"
     }
@@ -52,9 +58,9 @@ def draft(work: Workload, rules: Mapping[str, str], hardware: Any, options: Mapp
     return Draft(work=work, mesh=mesh, entries=entries, options=merged | {"compiler": compiler | dict(options.get("compiler", {}))})
 
 
-def _by_layers(work: Workload, won: dict[str, Rule]) -> tuple[Workload, dict[str, Rule]]:
+def _by_layers(work: Workload, won: dict[str, Rule], halves: Mapping[int, set[int]]) -> tuple[Workload, dict[str, Rule]]:
     """The workload with the state cut where rules name only some layers, and the rules by the names of the parts."""
-    points: dict[int, set[int]] = {}
+    points = {f: set(halves[family.params[0]]) for f, family in enumerate(work.families) if halves.keys() & set(family.params)}
     windows: dict[str, tuple[int, int]] = {}
     for name, rule in [(n, r) for n, r in won.items() if r.partial]:
         f = family_of_state(work, name)
@@ -64,7 +70,7 @@ def _by_layers(work: Workload, won: dict[str, Rule]) -> tuple[Workload, dict[str
             raise PlacementError(f"{rule.text}: {name} is not the state of a stack of layers")
         windows[name] = rule.window(layers)
         points.setdefault(f, set()).update(set(windows[name]) - {0, layers})
-    if not windows:
+    if not points:
         return work, {n: r for n, r in won.items() if not r.partial}
     cut_work = cut(work, points)
     placed = {n: r for n, r in won.items() if not r.partial}
@@ -256,6 +262,10 @@ def with_fusion(plan: Any) -> tuple[Entry, ...]:
                     bytes_per_device=one,
                     reason="consumed by the update inside the backward pass, one layer at a time",
                 )
+            elif plan.role("accumulator") and loop_layers(plan.bound.program, p) > 1:
+                one = entry.bytes_per_device // max(1, entry.shape[0])
+                why = "added to its accumulator inside the backward pass, one layer at a time"
+                changed[entry.name] = dataclasses.replace(entry, placement="hbm", bytes_per_device=one, reason=why)
             elif plan.streams[f].mode == "whole" and plan.bound.program.streams(p) and not plan.bound.program.whole[p]:
                 changed[entry.name] = dataclasses.replace(entry, placement="hbm", reason="small: its stack stays on the device")
             else:

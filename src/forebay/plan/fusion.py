@@ -14,6 +14,7 @@ from typing import Any
 from forebay.plan.streams import Stream
 from forebay.workload import jaxprs
 from forebay.workload.families import Family
+from forebay.workload.program import Program
 from forebay.workload.update import Update, outside
 
 
@@ -28,13 +29,10 @@ def gradient_dependent(update: Update) -> set[Any]:
 
 def why_not(work, family: Family, stream: Stream, tainted: set[Any], two_pass: bool) -> str:
     """The reason why a host family is not updated in the backward pass; empty where it is."""
-    if family.window is not None:
-        return "its state is placed by layers"
     if stream.mode != "items" and not stream.layered:
         return "its update does not run layer by layer"
     [p] = family.params
-    loops = [loop for loop in work.program.loops if p in loop.params]
-    if len(loops) != 1 or work.program.whole[p] or loops[0].params.count(p) != 1 or loops[0].loop.length != stream.count:
+    if not loop_layers(work.program, p) or (family.window is None and loop_layers(work.program, p) != stream.count):
         return "it is used in more than one place"
     if not two_pass and shared_reads(work.update, family, stream) & tainted:
         return (
@@ -43,7 +41,14 @@ def why_not(work, family: Family, stream: Stream, tainted: set[Any], two_pass: b
         )
     if two_pass and family.kind != "stack" and any(_read_by_sum(work.update, stream, i) & tainted for i in stream.along.reductions):
         return "its update needs sums that depend on other sums of the gradient, which two passes cannot give"
-    return ""
+    return "its state is kept in parts" if family.window is not None else ""
+
+
+def loop_layers(program: Program, p: int) -> int:
+    """Layers of the one loop that uses a stored parameter, once and nowhere else, so that its gradient is complete there; else 0."""
+    loops = [loop for loop in program.loops if p in loop.params]
+    once = len(loops) == 1 and loops[0].params.count(p) == 1 and not program.whole[p]
+    return loops[0].loop.length if once else 0
 
 
 def _read_by_sum(update: Update, stream: Stream, equation: int) -> set[Any]:

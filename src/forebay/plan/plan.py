@@ -14,6 +14,7 @@ from forebay.errors import PlanError
 from forebay.plan import binding, copies, planfile
 from forebay.plan import by_hand as hand
 from forebay.plan.fusion import gradient_dependent, shared_reads, why_not
+from forebay.plan.halves import halves
 from forebay.plan.options import unsliced_axes
 from forebay.plan.state import Layout, State
 from forebay.plan.streams import Stream, align, choose_stream
@@ -55,16 +56,22 @@ class Plan:
             PlacementError: a tensor cannot stand where a rule puts it.
         """
         made = hand.draft(work, rules or {}, hardware, options or {})
+        if cuts := halves(cls._of(work, hardware, made)):
+            made = hand.draft(work, rules or {}, hardware, options or {}, cuts)
+        plan = cls._of(work, hardware, made)
+        plan = dataclasses.replace(plan, entries=hand.with_fusion(plan))
+        return dataclasses.replace(plan, entries=copies.with_copies(plan))
+
+    @classmethod
+    def _of(cls, work: Workload, hardware: Any, made: hand.Draft) -> "Plan":
         described = {
             "model": work.name, "parameters": work.parameters, "fingerprint": work.fingerprint, **_batch_facts(work),
             "mesh": None if made.mesh is None else dict(zip(made.mesh.names, made.mesh.sizes, strict=True)),
         }  # fmt: skip
-        plan = cls(
+        return cls(
             workload=described, signature=work.signature, hardware=hardware.to_json() if hardware is not None else None, mesh=made.mesh,
             entries=made.entries, options=made.options, work=made.work,
         )  # fmt: skip
-        plan = dataclasses.replace(plan, entries=hand.with_fusion(plan))
-        return dataclasses.replace(plan, entries=copies.with_copies(plan))
 
     def placement(self, name: str) -> str:
         """The placement of the entry ``name``."""

@@ -13,7 +13,8 @@ from forebay.workload.families import Family
 from forebay.workload.sharding import local_shape
 from forebay.workload.update import Sliced, slice_component
 
-LANES = 128  # a TPU updates the minor axis in whole lanes only
+# A TPU updates its two minor axes in whole tiles only: 128 lanes, and 8 sublanes of 4 bytes (16 of 2 bytes, 32 of 1 byte).
+LANES, SUBLANES = (128,), (32, 16, 8)
 CHUNK_BYTES = 64 * 2**20
 WHOLE_BELOW_BYTES = 64 * 2**10
 
@@ -23,7 +24,7 @@ class Stream:
     """``mode``: ``resident`` (nothing on the host), ``slices``, ``items`` or ``whole``.
 
     For ``slices``: ``count`` slices of ``size`` positions along ``axis`` of ``sliced``, then ``rest`` positions. ``layered``: the
-    slices are the layers of a stack that a loop scans. ``minor``: the axis is the array's last.
+    slices are the layers of a stack that a loop scans. ``tiles``: sizes of which a chunk should be a multiple, the largest first.
     """
 
     mode: str
@@ -34,7 +35,7 @@ class Stream:
     rest: int = 0
     sliced: Sliced | None = None
     layered: bool = False
-    minor: bool = False
+    tiles: tuple[int, ...] = ()
 
     @property
     def along(self) -> Sliced:
@@ -64,12 +65,17 @@ def choose_stream(work, family: Family, spec: tuple, mesh, hosted: bool, whole_b
 
 
 def _window(work, family: Family, start: int, stop: int) -> Stream:
-    """State kept in parts always runs layer by layer, whichever memory its part stands in."""
+    """State kept in parts always runs layer by layer, whichever memory its part stands in.
+
+    A part with one layer more than another of the same stack shares its loop; the last layer follows the loop.
+    """
     reason = f"layers {start} to {stop - 1}, one at a time"
+    count = stop - start
+    rest = int(any(f.window and f.items is family.items and f.window[1] - f.window[0] == count - 1 > 0 for f in work.families))
     if family.kind == "stack":
-        return Stream(mode="items", reason=reason, count=stop - start)
+        return Stream(mode="items", reason=reason, count=count - rest, rest=rest)
     sliced = slice_component(work.update, family.items[0].component, 0)
-    return Stream(mode="slices", reason=reason, count=stop - start, sliced=sliced, layered=True)
+    return Stream(mode="slices", reason=reason, count=count - rest, rest=rest, sliced=sliced, layered=True)
 
 
 def work_param_name(work, family: Family) -> str:
@@ -102,7 +108,7 @@ def _slices(work, family, tensor, spec, local, itemsize, unsliced) -> Stream:
         per_position = math.prod(local) * itemsize // local[axis]
         size = chunk(local[axis], max(1, CHUNK_BYTES // per_position))
         reason = f"streamed in {math.ceil(local[axis] / size)} chunks along axis {axis}"
-        minor = axis == len(local) - 1 > 0
+        tiles = {1: LANES, 2: SUBLANES}.get(len(local) - axis, ()) if len(local) > 1 else ()
         return Stream(
             mode="slices",
             reason=reason,
@@ -111,7 +117,7 @@ def _slices(work, family, tensor, spec, local, itemsize, unsliced) -> Stream:
             count=local[axis] // size,
             rest=local[axis] % size,
             sliced=sliced,
-            minor=minor,
+            tiles=tiles,
         )
     return Stream(mode="whole", reason=f"moved whole: {refused}")
 
@@ -135,8 +141,7 @@ def _recut(stream: Stream, count: int) -> Stream:
     if length < count:
         return stream
     size = length // count
-    if stream.minor and size > LANES:
-        size -= size % LANES
+    size -= size % next((tile for tile in stream.tiles if size >= tile), 1)
     chunks = count + bool(length % count)
     reason = f"streamed in {chunks} chunks along axis {stream.axis}"
     return dataclasses.replace(stream, size=size, count=count, rest=length - size * count, reason=reason)

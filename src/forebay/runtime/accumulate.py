@@ -3,9 +3,10 @@
 Idea: axis 0 of every batch leaf is cut within each device's own rows, so that no row crosses the data axis. One loop runs
 forward and backward for each microbatch and adds its gradients to an accumulator of the plan's dtype and place:
 
-    for k in range(microbatches):  loss_k, grads_k;  acc += weight_k * grads_k        acc on the host: layer by layer, in place
-    mean: acc / microbatches      sum: acc      weighted: acc / sum of weights
+    for k in range(microbatches):  loss_k, grads_k;  acc = keep_k * acc + share_k * grads_k
+    sum: keep 1, share 1      mean: keep 1, share 1 / microbatches      weighted: the mean so far, by weights
 
+An accumulator on the host takes each layer's gradient inside the backward pass (``runtime.accumulators``).
 Cost: activations shrink by the number of microbatches; the accumulator stands where its gradient would.
 Limits: the user must say how losses combine (``trace(..., reduction=)``). The update is not fused with the backward pass,
 since it waits for the last microbatch. Floating aux is combined like the loss; integers (counts) are summed.
@@ -18,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from forebay.plan import Plan
+from forebay.runtime.accumulators import Accumulators, empty
 from forebay.runtime.gradients import loss_and_gradients
-from forebay.runtime.streaming import DEVICE, HOST
 from forebay.workload.sharding import named
 
 
@@ -36,7 +37,10 @@ def split_batch(plan: Plan, mesh, batch: Any) -> Any:
 
 
 def accumulated(plan: Plan, mesh, params, extra, batch, key):
-    """(loss, aux, new extra, gradients by stored parameter) over all microbatches, as one step over the whole batch would give."""
+    """(loss, aux, new extra, gradients by stored parameter) over all microbatches, as one step over the whole batch would give.
+
+    A gradient on the host is its accumulator, in the accumulator's dtype.
+    """
     work, count = plan.bound, plan.options["microbatches"]
     program = work.program_on(mesh, count)
 
@@ -44,53 +48,41 @@ def accumulated(plan: Plan, mesh, params, extra, batch, key):
         total, weight, acc, extra = carry
         k, rows = xs
         here = None if key is None else jax.random.fold_in(key, k)
-        loss, aux, extra, grads = loss_and_gradients(plan, program, None, params, extra, rows, here)
-        share = _share(work.reduction, aux).astype(zero.dtype)
-        acc = {p: _add(plan, p, acc[p], grads[p], share) for p in acc}
-        return (total + loss * share, weight + share, acc, extra), aux
+
+        def begin(aux):
+            share, keep = _shares(work.reduction, aux, weight, count)
+            return Accumulators(plan, mesh, dict(acc), k == 0, keep, share)
+
+        loss, aux, extra, acc = loss_and_gradients(plan, program, None, params, extra, rows, here, begin)
+        part = _weight(work.reduction, aux).astype(zero.dtype)
+        return (total + loss * part, weight + part, acc, extra), aux
 
     zero = jnp.zeros((), program.jaxpr.out_avals[0].dtype)
-    start = zero, zero, {p: _empty(plan, mesh, p) for p, frozen in enumerate(work.frozen) if not frozen}, extra
+    start = zero, zero, {p: empty(plan, mesh, p) for p, frozen in enumerate(work.frozen) if not frozen}, extra
     xs = jnp.arange(count, dtype=jnp.int32), split_batch(plan, mesh, batch)
     (total, weight, acc, extra), aux = lax.scan(one, start, xs)
     norm = jnp.ones((), zero.dtype) if work.reduction == "sum" else weight
-    grads = {p: _divided(plan, p, a, norm, plan.role("gradient")[p].dtype) for p, a in acc.items()}
+    placed, gradients = plan.role("accumulator"), plan.role("gradient")
+    grads = {p: a if placed[p].placement == "host" else a.astype(gradients[p].dtype) for p, a in acc.items()}
     return total / norm, _combined(aux, work.reduction), extra, grads
 
 
-def _share(reduction: str, aux):
-    if reduction in ("mean", "sum"):
-        return jnp.ones(())
-    return jnp.asarray(aux[reduction.removeprefix("weight:")])
+def _weight(reduction: str, aux):
+    """What a microbatch counts for, beside the others."""
+    return jnp.ones(()) if reduction in ("mean", "sum") else jnp.asarray(aux[reduction.removeprefix("weight:")])
 
 
-def _empty(plan: Plan, mesh, p: int):
-    entry = plan.role("accumulator")[p]
-    value = lax.with_sharding_constraint(jnp.zeros(entry.shape, entry.dtype), named(mesh, entry.spec, "hbm"))
-    return jax.device_put(value, HOST) if entry.placement == "host" else value
+def _shares(reduction: str, aux, before, count: int):
+    """(share of this microbatch's gradient, share of what was accumulated) in the accumulator behind it.
 
-
-def _add(plan: Plan, p: int, acc, grad, share):
-    """``acc + share * grad``; on the host one layer at a time, in place."""
-    if plan.role("accumulator")[p].placement != "host":
-        return acc + grad.astype(acc.dtype) * share.astype(acc.dtype)
-    return _by_layer(lambda a, g: a + g.astype(a.dtype) * share.astype(a.dtype), acc, grad)
-
-
-def _divided(plan: Plan, p: int, acc, norm, dtype):
-    if plan.role("accumulator")[p].placement != "host":
-        return (acc / norm.astype(acc.dtype)).astype(dtype)
-    return _by_layer(lambda a: a / norm.astype(a.dtype), acc)
-
-
-def _by_layer(fn, acc, *others):
-    def body(i, acc):
-        here = [jax.device_put(lax.dynamic_slice_in_dim(a, i, 1, 0), DEVICE) for a in (acc, *others)]
-        return lax.dynamic_update_slice_in_dim(acc, jax.device_put(fn(*here), HOST), i, 0)
-
-    if acc.ndim:
-        return lax.fori_loop(0, acc.shape[0], body, acc)
-    return jax.device_put(fn(*(jax.device_put(a, DEVICE) for a in (acc, *others))), HOST)
+    A weighted accumulator is the mean so far, so that nothing is left to divide by when the last weight is known.
+    """
+    if not reduction.startswith("weight:"):
+        return jnp.asarray(1.0 if reduction == "sum" else 1.0 / count, before.dtype), jnp.ones_like(before)
+    part = _weight(reduction, aux).astype(before.dtype)
+    total = before + part
+    total = jnp.where(total == 0, 1, total)
+    return part / total, before / total
 
 
 def _combined(aux, reduction: str):

@@ -17,6 +17,7 @@ from forebay.plan import Plan
 from forebay.runtime import jobs as make
 from forebay.runtime import loss as planned
 from forebay.runtime import streaming
+from forebay.runtime.accumulators import Accumulators
 from forebay.runtime.layers import Fused, LayerPass, is_float
 from forebay.runtime.streaming import DEVICE, HOST, Job, Port
 from forebay.runtime.values import Values
@@ -24,19 +25,30 @@ from forebay.workload import jaxprs
 from forebay.workload.program import LayerLoop, Program
 
 
-def loss_and_gradients(plan: Plan, program: Program, values: Values | None, params, extra, batch, key):
+def loss_and_gradients(
+    plan: Plan, program: Program, values: Values | None, params, extra, batch, key, begin: Callable[[Any], Accumulators] | None = None
+):
     """(loss, aux, new extra, gradients by stored parameter).
 
-    Families that ``plan.fused`` names are updated in ``values``, and have no gradient.
+    Families that ``plan.fused`` names are updated in ``values``, and have no gradient. With ``begin``, gradients are added to the
+    accumulators that it gives when it knows aux, and these are the result.
     """
     if not any(managed(plan, loop) for loop in program.loops):
         run = jax.value_and_grad(planned.planned_loss(plan, program), has_aux=True)
         (loss, (aux, new_extra)), grads = run(tuple(params), extra, batch, key)
+        if begin is not None:
+            accumulators = begin(aux)
+            accumulators.add(dict(enumerate(grads)))
+            return loss, aux, new_extra, accumulators.arrays
         return loss, aux, new_extra, {p: _in_place(plan, p, g) for p, g in enumerate(grads)}
     tape = _Tape(plan, program, values)
     tape.env = planned.start(plan, program, params, extra, batch, key)
     tape.forward()
     loss, (aux, new_extra) = planned.results(program, tape.env)
+    if begin is not None:
+        tape.accumulators = begin(aux)
+        tape.accumulators.add(tape.backward(loss))
+        return loss, aux, new_extra, tape.accumulators.arrays
     if values is not None:
         values.receive({}, loss)
         if plan.two_pass:
@@ -69,6 +81,7 @@ class _Tape:
         self.gradients: dict[int, Any] = {}
         self.fetched: dict[int, Any] = {}
         self.job = make.final_job
+        self.accumulators: Accumulators | None = None
 
     def forward(self):
         eqns, segment = self.program.jaxpr.jaxpr.eqns, []
@@ -141,7 +154,9 @@ class _Tape:
         given = [cotangents.pop(v) if v in cotangents else jnp.zeros_like(o) for v, o in zip(eqn.outvars, outs, strict=True)]
         fused, sums = self._fused(loop)
         consts, init, plain, gradients, totals = layers.backward(given, fused)
-        if fused is not None and self.values is not None:
+        if fused is not None and self.accumulators is not None:
+            self.accumulators.arrays.update((p, fused.arrays["acc", p]) for p in fused.params)
+        elif fused is not None and self.values is not None:
             self.values.arrays.update(fused.arrays)
             for variables, total in zip(sums, totals, strict=True):
                 make.record(self.values, variables, total)
@@ -155,8 +170,12 @@ class _Tape:
             _add(cotangents, eqn.invars[head + k], ct)
 
     def _fused(self, loop: LayerLoop):
-        """The updates of this loop's parameters, as jobs, and the variables that each sums."""
-        work = self.plan.bound
+        """The updates of this loop's parameters (or what adds their gradients), as jobs, and the variables that each sums."""
+        work, acc = self.plan.bound, self.accumulators
+        if acc is not None:
+            inside = acc.inside(self.program, loop)
+            arrays = {("acc", p): acc.arrays[p] for p in inside}
+            return Fused(jobs=[acc.job(p) for p in inside], arrays=arrays, params=inside) if inside else None, []
         mine = [f for f in sorted(self.plan.fused) if work.families[f].params[0] in loop.params]
         if self.values is None or not mine:
             return None, []
@@ -172,6 +191,8 @@ class _Tape:
         for step in reversed(self.steps):
             step(cotangents)
         consumed = {self.plan.bound.families[f].params[0] for f in self.plan.fused} if self.values is not None else set()
+        if self.accumulators is not None:
+            consumed = {p for loop in self.program.loops if managed(self.plan, loop) for p in self.accumulators.inside(self.program, loop)}
         for p in range(len(self.program.stored)):
             v = self.program.jaxpr.jaxpr.invars[p]
             if p in consumed:
@@ -180,7 +201,8 @@ class _Tape:
             if p in self.gradients:
                 total = self.gradients[p] if total is None else self._sum(p, self.gradients[p], total)
             total = jnp.zeros(v.aval.shape, v.aval.dtype) if total is None else total
-            self.gradients[p] = jax.device_put(total, HOST) if self._on_host(p) else total
+            leaves = self._on_host(p) and self.accumulators is None
+            self.gradients[p] = jax.device_put(total, HOST) if leaves else total
         return self.gradients
 
     def _on_host(self, p: int) -> bool:

@@ -4,6 +4,7 @@ A job reads the slices of its arrays, evaluates the family's own equations on th
 user's leaf, the layer's program itself for a stack), and gives the slices to write back and, if asked, partial sums.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -40,7 +41,7 @@ def ports(values: Values, family: Family, variables, axis=lambda v: 0) -> tuple[
     slots = [values.slot(v, family) for v in variables]
     first = family.window[0] if family.window else 0
     return tuple(
-        Port(slot=s, axis=axis(v), host=values.host[s], first=first if (v, family.window) in values.parts else 0)
+        Port(slot=s, axis=axis(v), host=values.host[s], first=first if (v, family.window) in values.parts else 0, dtype=values.dtype(s))
         for s, v in zip(slots, variables, strict=True)
     )
 
@@ -48,7 +49,7 @@ def ports(values: Values, family: Family, variables, axis=lambda v: 0) -> tuple[
 def final_job(values: Values, family: Family, stream: Stream) -> tuple[Job, list[Any]]:
     """The job that replaces a streamed family's arrays, and the variables that it sums on the way, since nothing needs them earlier."""
     if family.kind == "stack":
-        job, late = item_job(values, family)
+        job, late = item_job(values, family, stream)
     else:
         late = late_sums(values, family, stream)
         job = slice_job(values, family, stream, late, write=True)
@@ -114,7 +115,7 @@ def slice_job(values: Values, family: Family, stream: Stream, sums: list[Any], w
     )
 
 
-def item_job(values: Values, family: Family) -> tuple[Job, list[Any]]:
+def item_job(values: Values, family: Family, stream: Stream) -> tuple[Job, list[Any]]:
     """A job on the layers of a stack, with the layer's own program. It collects its exports, one vector over layers each."""
     first, n = family.items[0], len(family.items)
     shared, axes = imports(values, family, first.imports)
@@ -132,12 +133,18 @@ def item_job(values: Values, family: Family) -> tuple[Job, list[Any]]:
     zeros = tuple(jnp.zeros((n, *first.exports[k].aval.shape), first.exports[k].aval.dtype) for k in late)
     job = Job(
         reads=ports(values, family, inputs), writes=ports(values, family, changed),
-        compute=compute, sums=zeros, combine=joins(zeros), first=start_at,
+        compute=compute, sums=zeros, combine=joins(zeros), rest=stream.rest, first=start_at,
     )  # fmt: skip
     return job, [tuple(item.exports[k] if start_at <= i < stop_at else None for i, item in enumerate(family.items)) for k in late]
 
 
-def record(values: Values, variables: list[Any], totals: list[Any]) -> None:
+def gathered(found: dict[Any, Any], job: Job, variables: list[Any], totals: list[Any]) -> None:
+    """Add the sums of a job to ``found``: a stack whose state is kept in parts has a job for each part."""
+    for v, combine, total in zip(variables, job.combine, totals, strict=True):
+        found[v] = combine(found[v], total) if v in found else total
+
+
+def record(values: Values, variables: Iterable[Any], totals: Iterable[Any]) -> None:
     """Put the sums of a job into ``env``: one variable each, or one variable per layer for a vector over layers."""
     for v, total in zip(variables, totals, strict=True):
         if isinstance(v, tuple):
@@ -172,13 +179,17 @@ def imports(values: Values, family: Family, needs) -> tuple[list[Any], list[int 
 
 def sum_pass(values: Values, f: int, variables: list[Any]) -> None:
     """Put sums (or a stack's exports) of family ``f`` into ``env``, without changing any array."""
-    family, stream = values.work.families[f], values.plan.streams[f]
+    family = values.work.families[f]
     if family.kind == "stack":
         _stack_exports(values, family, variables)
         return
-    job = slice_job(values, family, stream, variables, write=False)
-    [sums] = streaming.run([job], dict(values.given), stream.count)
-    record(values, variables, sums)
+    found: dict[Any, Any] = {}
+    for part, stream in zip(values.work.families, values.plan.streams, strict=True):
+        if part.items is family.items:
+            job = slice_job(values, part, stream, variables, write=False)
+            [sums] = streaming.run([job], dict(values.given), stream.count)
+            gathered(found, job, variables, sums)
+    record(values, found.keys(), found.values())
 
 
 def _stack_exports(values: Values, family: Family, variables) -> None:
@@ -222,7 +233,7 @@ def _export_job(values: Values, family: Family) -> tuple[Job, list[Any]]:
         return [], [spread(env[v], start, n) for v in results]
 
     zeros = tuple(jnp.zeros((n, *v.aval.shape), v.aval.dtype) for v in results)
-    reads = tuple(Port(slot=s, axis=0, host=values.host[s]) for s in slots)
+    reads = tuple(Port(slot=s, axis=0, host=values.host[s], dtype=values.dtype(s)) for s in slots)
     job = Job(reads=reads, writes=(), compute=compute, sums=zeros, combine=joins(zeros))
     return job, [tuple(item.exports[k] for item in family.items) for k in ready]
 
@@ -235,7 +246,7 @@ def _loop_exports(values: Values, family, one, slots, shared, axes, avals):
         return [], [spread(o, start, n) for o in one(*(s[0] for s in slices), *given)]
 
     zeros = tuple(jnp.zeros((n, *a.shape), a.dtype) for a in avals)
-    reads = tuple(Port(slot=s, axis=0, host=values.host[s]) for s in slots)
+    reads = tuple(Port(slot=s, axis=0, host=values.host[s], dtype=values.dtype(s)) for s in slots)
     job = Job(reads=reads, writes=(), compute=compute, sums=zeros, combine=joins(zeros))
     return streaming.run([job], dict(values.given), n)[0]
 

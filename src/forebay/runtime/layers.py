@@ -169,9 +169,7 @@ class LayerPass:
         consumed = {slot_of[p] for p in fused.params}
         slots = list(dict.fromkeys(port.slot for job in fused.jobs for port in (*job.reads, *job.writes) if port.slot[0] != "grads"))
         first = self._first(False)
-        floating = [is_float(a) for a in self.shape.body.out_avals]
-        ct_carry = [c for c, f in zip(cotangents[: self.shape.carry], floating, strict=False) if f]
-        ct_ys = [c for c, f in zip(cotangents[self.shape.carry :], floating[self.shape.carry :], strict=True) if f]
+        ct_carry, ct_ys = self._floating(cotangents)
 
         def body(carry, xs):
             i, plain, saved, ys = xs
@@ -189,10 +187,7 @@ class LayerPass:
             }  # fmt: skip
             return out, (d_plain, self._left(d_weights, consumed))
 
-        start = self._start(ct_carry, first, consumed) | {
-            "arrays": [fused.arrays[s] for s in slots],
-            "sums": [[*j.sums] for j in fused.jobs],
-        }
+        start = self._start(ct_carry, first, consumed, fused) | {"arrays": [fused.arrays[s] for s in slots]}
         xs = jnp.arange(self.shape.length, dtype=jnp.int32), self.plain, self.saved, ct_ys
         end, (d_plain, left) = lax.scan(body, start, xs, length=self.shape.length, reverse=not self.shape.reverse)
         table, sums = dict(zip(slots, end["arrays"], strict=True)), end["sums"]
@@ -201,7 +196,7 @@ class LayerPass:
         fused.arrays.update(table)
         return end["consts"], end["ct"], d_plain, left, sums
 
-    def _start(self, ct_carry, first: int, consumed) -> dict[str, Any]:
+    def _start(self, ct_carry, first: int, consumed, fused: Fused) -> dict[str, Any]:
         """What the backward loop begins with: the last layer's weights, and nothing to update."""
         weights = self._fetch({k: w.value for k, w in self.waits.items()}, first)
         return {
@@ -209,12 +204,20 @@ class LayerPass:
             "consts": [jnp.zeros(c.shape, c.dtype) for c in self.consts if is_float(c)],
             "weights": weights if self.plan.options["prefetch"] else {},
             "pending": {k: jnp.zeros_like(weights[k], self._dtype(self.waits[k])) for k in consumed},
-            "done": self._masters(weights, consumed),
+            "done": self._masters(weights, consumed, fused),
+            "sums": [[*job.sums] for job in fused.jobs],
         }
 
-    def _masters(self, weights, consumed):
-        """Weights on the device that are the masters of consumed slots: their update need not fetch them again."""
-        return {k: weights[k] for k in consumed if self.waits[k].param not in self.plan.copies}
+    def _floating(self, cotangents):
+        """Cotangents of the carry, and of the stacked results, that can be differentiated."""
+        carry, kept = self.shape.carry, [is_float(a) for a in self.shape.body.out_avals]
+        of = lambda part: [c for c, f in zip(cotangents[part], kept[part], strict=True) if f]  # noqa: E731
+        return of(slice(carry)), of(slice(carry, None))
+
+    def _masters(self, weights, consumed, fused: Fused):
+        """Weights on the device that are masters which the jobs read: these need not fetch them again."""
+        read = {port.slot for job in fused.jobs for port in job.reads}
+        return {k: weights[k] for k in consumed if ("params", p := self.waits[k].param) in read and p not in self.plan.copies}
 
     def _left(self, d_weights, consumed) -> dict[int, Any]:
         """A layer's gradients by stored parameter, where the plan puts them; a parameter may enter a loop more than once."""

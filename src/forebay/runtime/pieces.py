@@ -122,8 +122,8 @@ def _unfused(plan: Plan) -> Plan:
         size = whole[f"parameter:{path}"]
         return dataclasses.replace(e, placement="host", bytes_per_device=size, reason="it passes from value_and_grad to update")
 
-    entries = tuple(entry(e) for e in plan.entries if e.copy_of is None)
-    return dataclasses.replace(plan, entries=entries, options={**plan.options, "fuse_update": "never"})
+    entries = tuple(entry(e) for e in plan.entries if e.copy_of is None and e.role != "accumulator")
+    return dataclasses.replace(plan, entries=entries, options={**plan.options, "fuse_update": "never", "microbatches": 1})
 
 
 def _reads_loss(plan: Plan) -> bool:
@@ -161,6 +161,12 @@ def _leaves(wanted: Any, tree: Any) -> list[Any] | None:
 
 def _refuse_stacked(stored, entries, role: str) -> None:
     stacks = [e.name for s, e in zip(stored, entries, strict=True) if s.stacked]
+    parts = [e.name for s, e in zip(stored, entries, strict=True) if s.part and not s.stacked]
+    if parts:
+        raise PlanError(
+            f"the plan keeps {parts[0]} apart from the other layers, so this cannot take your own tree: make the state with forebay.init "
+            "or forebay.place and pass state.stored_opt_state, or plan with the option duplex='never' and no rule for some layers only"
+        )
     if stacks:
         field = "stored_opt_state" if role == "optimizer" else "stored_params"
         raise PlanError(

@@ -148,7 +148,7 @@ def _step(plan: Plan, mesh: Any, state: State, batch: Any):
 
 def pinned(plan: Plan, mesh, grads: dict[int, Any]) -> dict[int, Any]:
     """Gradients in HBM on the specs of their parameters: they are reduce-scattered, not all-reduced."""
-    entries = plan.role("gradient")
+    entries = plan.role("accumulator") or plan.role("gradient")
     pin = lambda p, g: g if entries[p].placement == "host" else jax.lax.with_sharding_constraint(g, named(mesh, entries[p].spec, "hbm"))  # noqa: E731
     return {p: pin(p, g) for p, g in grads.items()}
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from forebay.plan import Plan
 from forebay.runtime import jobs, packs, streaming
-from forebay.runtime.streaming import DEVICE, HOST
+from forebay.runtime.streaming import HOST
 from forebay.runtime.values import Values
 from forebay.workload import jaxprs
 from forebay.workload.families import Family
@@ -50,8 +50,10 @@ def finish(values: Values, fused: frozenset[int] = frozenset()) -> tuple[tuple[A
     for family, stream in left:
         if stream.mode in ("resident", "whole"):
             _at_once(values, family)
+    found: dict[Any, Any] = {}
     for made, count in ready:
-        _stream(values, made, count)
+        _stream(values, made, count, found)
+    jobs.record(values, found.keys(), found.values())
     for family, stream in zip(work.families, streams, strict=True):
         if stream.mode == "slices":
             _unstreamed(values, family, stream)
@@ -61,13 +63,14 @@ def finish(values: Values, fused: frozenset[int] = frozenset()) -> tuple[tuple[A
     return new_params, new_state, values.whole([values.update.grad_norm_outvar])[0]
 
 
-def _stream(values: Values, made: list, count: int) -> None:
-    """One loop over the jobs of ``made`` (each with the variables that it sums), in packs that fill the link both ways."""
+def _stream(values: Values, made: list, count: int, found: dict[Any, Any]) -> None:
+    """One loop over the jobs of ``made`` (each with the variables that it sums, into ``found``), in packs that fill the link both ways."""
     arrays = values.arrays | _grads(values)
     taken = packs.packed([job for job, _ in made], arrays)
-    sums = streaming.run([packs.pack([made[k][0] for k in pack]) for pack in taken], arrays, count, values.arrays)
-    for pack, totals in zip(taken, sums, strict=True):
-        jobs.record(values, [v for k in pack for v in made[k][1]], totals)
+    members = [packs.pack([made[k][0] for k in pack]) for pack in taken]
+    sums = streaming.run(members, arrays, count, values.arrays)
+    for pack, job, totals in zip(taken, members, sums, strict=True):
+        jobs.gathered(found, job, [v for k in pack for v in made[k][1]], totals)
 
 
 def _unchanged(values: Values, family: Family) -> bool:
@@ -88,7 +91,7 @@ def _at_once(values: Values, family: Family) -> None:
         first = family.items[0]
         shared, axes = jobs.imports(values, family, first.imports)
         slots = [values.where[v][0] for v in values.update.inputs(first.component)]
-        given = [jax.device_put(values.given[s], DEVICE) if values.host[s] else values.given[s] for s in slots]
+        given = [values.fetch(s) for s in slots]
         run = jax.vmap(lambda *args: jaxprs.evaluate(first.jaxpr, args), in_axes=(*([0] * len(slots)), *axes))
         new = run(*given, *shared)[: len(places)]
     else:

@@ -33,7 +33,8 @@ class Values:
         self.given = {("params", p): v for p, v in enumerate(params)} | {("state", j): v for j, v in enumerate(opt_state)}
         self.given |= {("copies", p): v for p, v in zip(plan.copies, copies, strict=True)}
         self.arrays = dict(self.given)
-        self.host = {(kind, k): e.placement == "host" for kind, role in ROLES.items() for k, e in enumerate(plan.role(role))}
+        roles = ROLES | ({"grads": "accumulator"} if plan.options["microbatches"] > 1 else {})
+        self.host = {(kind, k): e.placement == "host" for kind, role in roles.items() for k, e in enumerate(plan.role(role))}
         self.env: dict[Any, Any] = dict(zip(self.update.jaxpr.jaxpr.constvars, self.update.jaxpr.consts, strict=True))
         self.made = {v: i for i, e in enumerate(self.equations) for v in e.outvars}
         # Never whole: seen slice by slice in the backward pass.
@@ -62,6 +63,17 @@ class Values:
         self.family: dict[int | None, int] = {
             position[id(item.component)]: f for f, family in enumerate(self.work.families) for item in family.items
         }
+
+    def fetch(self, slot: tuple[str, int]):
+        """A stored array as it came in, whole, on the device, in the dtype in which the update reads it."""
+        value = jax.device_put(self.given[slot], DEVICE) if self.host[slot] else self.given[slot]
+        return value if value.dtype == self.dtype(slot) else value.astype(self.dtype(slot))
+
+    def dtype(self, slot: tuple[str, int]):
+        """The dtype in which the update reads an array; an accumulator may have more bits."""
+        kind, k = slot
+        stored = self.work.stored_state if kind == "state" else self.work.stored
+        return self.update.invar(kind, stored[k].members[0]).aval.dtype
 
     def slot(self, v, family: Family):
         """The slot in which a family finds an input variable: of state that is kept in parts, its own."""
@@ -131,6 +143,6 @@ class Values:
                     "layer by layer; plan with the option fuse_update='never'"
                 )
             if slot not in self._fetched:
-                self._fetched[slot] = jax.device_put(self.given[slot], DEVICE) if self.host[slot] else self.given[slot]
+                self._fetched[slot] = self.fetch(slot)
             self.env[v] = self._fetched[slot] if item is None else self._fetched[slot][item]
         return self.env[v]

@@ -18,7 +18,7 @@ from forebay.workload import jaxprs, slicing
 from forebay.workload.families import Family
 from forebay.workload.program import Stored
 from forebay.workload.trace import Tensor, Workload
-from forebay.workload.update import Update, outside, slice_component
+from forebay.workload.update import outside, slice_component
 
 
 def family_of_state(work: Workload, name: str) -> int | None:
@@ -97,11 +97,13 @@ def with_parts(work: Workload, entries: Sequence[Any]) -> Workload:
 
 def _check(work: Workload, family: Family) -> None:
     name = [t.name for t in work.tensors if t.role == "parameter"][family.params[0]]
-    if why := _refused(work.update, family):
+    if why := uncut_reason(work, family):
         raise PlacementError(f"the optimizer state of {name} cannot be placed by layers: {why}; place all of it in one place")
 
 
-def _refused(update: Update, family: Family) -> str:
+def uncut_reason(work: Workload, family: Family) -> str:
+    """Why the state of a family cannot be cut by layers; empty where it can."""
+    update = work.update
     component = family.items[0].component
     states = {update.invar("state", j) for j in component.state}
     if family.kind == "joint":
