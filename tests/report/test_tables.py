@@ -103,3 +103,11 @@ def test_sizes_stay_whole_on_a_narrow_terminal(monkeypatch):
     tables = text.split("compiled: ")[0]
     assert max(map(len, tables.splitlines())) <= 80
     assert "5.00 GiB" in tables
+
+
+def test_options_are_shown_with_their_reasons_and_what_was_left_by_name():
+    reasons = ["xla_a=16: more in flight", "left alone: xla_b=True, xla_c=1: it costs HBM", "left alone: xla_b=False: again"]
+    text = render_plan(_record() | {"options": {"reasons": reasons}})
+    assert _row(text, "compiler option xla_a") == "compiler option xla_a=16: more in flight"
+    assert _row(text, "compiler options left").endswith("(options.reasons): xla_b")
+    assert "compiler option" not in render_plan(_record() | {"options": {}})

@@ -53,7 +53,8 @@ def draft(
         _check_microbatches(work, count, mesh, entries)
         entries += _accumulators(entries, options.get("accumulator_dtype"))
     on_host = any(e.placement == "host" for e in entries)
-    compiler, reasons = compiler_options(platform, on_host)
+    devices, hosts = (hardware.devices, hardware.hosts) if hardware is not None else (1, 1)
+    compiler, reasons = compiler_options(platform, hosted=on_host, devices=devices, hosts=hosts)
     merged = {"microbatches": 1, "prefetch": 1, "whole_below_bytes": WHOLE_BELOW_BYTES, "reasons": list(reasons), **options}
     return Draft(work=work, mesh=mesh, entries=entries, options=merged | {"compiler": compiler | dict(options.get("compiler", {}))})
 

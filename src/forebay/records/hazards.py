@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Protocol
 
 WRONG_RESULTS = "wrong-results"
 GPU, TPU, EVERY = ("cuda",), ("tpu",), ("cuda", "tpu")
@@ -71,7 +72,7 @@ HAZARDS = (
         id="host-pool-64gb",
         severity="setting",
         platforms=GPU,
-        message="Pinned host memory is a pool of 64 GB per device by default, and running out of it reads like running out of HBM.",
+        message="Pinned host memory is a pool of 64 GiB per device by default, and running out of it reads like running out of HBM.",
         action="Set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB before JAX starts.",
         source="the default of XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB",
     ),
@@ -119,8 +120,17 @@ def version_key(version: str) -> tuple[int, ...]:
     return tuple(parts)
 
 
-def in_range(hazard: KnownHazard, jaxlib: str, platform: str) -> bool:
-    """Whether ``hazard`` exists at all in this version of jaxlib on this platform."""
-    first, fixed = hazard.versions
+class Ranged(Protocol):
+    """A row that holds for some platforms and a half-open range of versions."""
+
+    @property
+    def platforms(self) -> tuple[str, ...]: ...
+    @property
+    def versions(self) -> tuple[str | None, str | None]: ...
+
+
+def in_range(row: Ranged, jaxlib: str, platform: str) -> bool:
+    """Whether ``row`` exists at all in this version of jaxlib on this platform."""
+    first, fixed = row.versions
     at_least = first is None or version_key(jaxlib) >= version_key(first)
-    return platform in hazard.platforms and at_least and (fixed is None or version_key(jaxlib) < version_key(fixed))
+    return platform in row.platforms and at_least and (fixed is None or version_key(jaxlib) < version_key(fixed))

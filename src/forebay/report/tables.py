@@ -15,6 +15,7 @@ from rich.table import Table
 
 from forebay.errors import InputError, nearest
 from forebay.records import ROLES, Forecast
+from forebay.records.flags import LEFT
 from forebay.report.lanes import exposed_table, lane_picture, step_table
 from forebay.units import show_bytes, show_seconds
 
@@ -38,7 +39,7 @@ def render_plan(record: Mapping, cached: bool = False) -> str:
     if record.get("candidates"):
         parts.append(_table_of_candidates(record["candidates"]))
     if reasons := record.get("options", {}).get("reasons"):
-        parts.append("\n".join(reasons))
+        parts.append("\n".join(_option_lines(reasons)))
     parts.append("\n".join(_verdict_lines(verdict, cached)) if verdict else "No verdict: the compiler has not been asked.")
     return "\n\n".join(parts)
 
@@ -118,6 +119,18 @@ def _table_of_candidates(candidates: Iterable[Mapping]) -> str:
         seconds = NOTHING if c["step_seconds"] is None else show_seconds(c["step_seconds"])
         table.add_row(c["summary"], hbm, seconds, c["why_not"] or "chosen")
     return _text(table)
+
+
+def _option_lines(reasons: Iterable[str]) -> Iterable[str]:
+    """The options that were set, each with its reason, and the names of those that were not (their reasons stand in plan.json)."""
+    left = []
+    for reason in reasons:
+        if reason.startswith(LEFT):
+            left.append(reason.removeprefix(LEFT).partition(": ")[0].partition("=")[0])
+        else:
+            yield f"compiler option {reason}"
+    if left:
+        yield f"compiler options left alone, for reasons in plan.json (options.reasons): {', '.join(dict.fromkeys(left))}"
 
 
 def _verdict_lines(verdict: Mapping, cached: bool) -> Iterable[str]:
