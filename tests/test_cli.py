@@ -1,12 +1,16 @@
 """The command line: what it loads, what it says, and its exit codes. The answers themselves: tests/training/test_planning.py."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from forebay import cli
+from forebay.hardware import Hardware
 from forebay.training import planning
+from forebay.units import GIB
 
 pytestmark = pytest.mark.oldest
 
@@ -122,3 +126,45 @@ def test_a_reader_that_goes_away_is_no_traceback():
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == cli.PIPE_CLOSED
+
+
+def _saved(folder, **changes) -> str:
+    machine = Hardware.named("h100-sxm:8", host_ram="2TiB").to_json()
+    entry = {"name": "optimizer:mu", "role": "optimizer", "bytes_per_device": 120 * GIB, "placement": "host"}
+    record = {
+        "schema": 1, "workload": {"model": "m", "mesh": None, "parameters": 1}, "signature": {}, "hardware": machine, "entries": [entry],
+        "options": {"whole_below_bytes": 0, "compiler": {"xla_gpu_experimental_parallel_async_compute_limit": 16}}, "verdict": None,
+    }  # fmt: skip
+    path = folder / "plan.json"
+    path.write_text(json.dumps(record | changes))
+    return str(path)
+
+
+def test_the_environment_of_a_saved_plan_is_text_for_a_shell(tmp_path, capsys, monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_experimental_parallel_async_compute_limit=4 --xla_gpu_of_tomorrow=1")
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "100")
+    assert cli.main(["explain", _saved(tmp_path), "--env"]) == 0
+    said = capsys.readouterr().out
+    assert all(line.startswith(("# ", "export ")) for line in said.splitlines())
+    assert "export XLA_PYTHON_CLIENT_MEM_FRACTION=0.92\n" in said
+    assert "export XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=132\n" in said
+    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is '100'" in said
+    assert "xla_gpu_experimental_parallel_async_compute_limit=4 and the plan 16: the plan's wins" in said
+    assert "of_tomorrow" not in said
+
+
+def test_a_plan_without_a_machine_has_no_environment(tmp_path, capsys):
+    assert cli.main(["explain", _saved(tmp_path, hardware=None), "--env"]) == 2
+    assert "this plan names no machine: make it with forebay plan --hardware" in capsys.readouterr().err
+
+
+def test_plan_prints_the_environment_and_nothing_else(tmp_path, capsys, monkeypatch):
+    text = Path(_saved(tmp_path)).read_text()
+    fits = json.dumps(json.loads(text) | {"verdict": {"fits": True, "host_bytes": 120 * GIB}})
+    monkeypatch.setattr(planning, "answer", lambda command: planning.Answer(text=fits, cached=True))
+    assert cli.main([*PLAN, "--env"]) == 0
+    said = capsys.readouterr().out
+    assert all(line.startswith(("# ", "export ")) for line in said.splitlines())
+    assert "120.00 GiB in 1 array per device" in said

@@ -7,7 +7,7 @@ message on standard error; 130 stopped by Ctrl-C.
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -66,7 +66,9 @@ def _plan(words: list[str]) -> int:
     command = _parse("plan", planning.PlanCommand, words)
     answer = planning.answer(command)
     _write_trace(answer.record, command.trace)
-    if command.as_json:
+    if command.env:
+        sys.stdout.write(_environment_of(answer.record))
+    elif command.as_json:
         sys.stdout.write(answer.text)
     else:
         from forebay.report.tables import render_plan
@@ -82,17 +84,36 @@ def _write_trace(record: dict, path: Path | None) -> None:
         write_trace(record, path)
 
 
+def _environment_of(record: Mapping) -> str:
+    """The lines of `--env` for a plan.json, beside the environment of this shell."""
+    from forebay.hardware import Hardware, environment, xla_flags
+
+    if record["hardware"] is None:
+        raise InputError("this plan names no machine: make it with forebay plan --hardware")
+    machine, arrays = Hardware.from_json(record["hardware"]), environment.host_arrays(record)
+    notes = [*environment.too_small(machine, arrays, os.environ)]
+    notes += xla_flags.contradictions(record["options"].get("compiler", {}), os.environ.get("XLA_FLAGS", ""))
+    return environment.render(environment.settings(machine, arrays, os.environ), notes)
+
+
 def _train(words: list[str]) -> int:
-    from forebay.hardware import Hardware
+    from forebay.hardware import Hardware, environment
     from forebay.training.config import from_command_line
 
     config = from_command_line(words)
-    if Hardware.here().chip.platform == "cpu":
+    here = Hardware.here()
+    if here.chip.platform == "cpu":
         # jax, told nothing, would try each installed accelerator plugin first and print a traceback for each.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    environment.fill(os.environ, here)
     from forebay.training.loop import train  # only now: this loads jax
 
-    return train(config).exit_code
+    run = train(config)
+    if run.profile:
+        from forebay.report.profile import render_profile
+
+        print(render_profile(run.profile))
+    return run.exit_code
 
 
 def _explain(words: list[str]) -> int:
@@ -105,6 +126,7 @@ def _explain(words: list[str]) -> int:
         *,
         oom: Annotated[Path | None, arg(metavar="LOG_OR_DUMP")] = None,
         trace: Annotated[Path | None, arg(metavar="FILE")] = None,
+        env: bool = False,
     ) -> int:
         """Show a plan.json, or some of its entries; or say what ran out of memory.
 
@@ -113,6 +135,7 @@ def _explain(words: list[str]) -> int:
             entry: The name of an entry, a role, or a pattern such as optimizer:0/mu/*.
             oom: A saved log of a run that ran out of memory, or an HLO dump (*.after_optimizations.txt); PLAN names its buffers.
             trace: Write the forecast step here as a trace for ui.perfetto.dev (.json or .json.gz).
+            env: Print what must be set before jax is imported, for a shell: eval "$(forebay explain plan.json --env)".
         """
         os.environ["JAX_PLATFORMS"] = "cpu"
         from forebay.plan import Plan
@@ -128,6 +151,9 @@ def _explain(words: list[str]) -> int:
             raise InputError("explain needs a plan.json, or --oom with a log or an HLO dump")
         record = loaded.to_json()
         _write_trace(record, trace)
+        if env:
+            sys.stdout.write(_environment_of(record))
+            return DONE
         print(render_entries(record, entry) if entry else render_plan(record))
         return DONE
 

@@ -5,11 +5,10 @@ from collections import Counter
 from collections.abc import Mapping
 
 from forebay.compiler.hlo import Findings
+from forebay.hardware import pool
 from forebay.records.hazards import HAZARDS, WRONG_RESULTS, in_range
 from forebay.records.verdict import HOST_TO_HOST, Hazard, Memory
 from forebay.units import show_bytes
-
-POOL_BYTES = 64 * 10**9
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +85,9 @@ def _host_counted_as_hbm(evidence: Evidence) -> str:
 
 def _host_pool(evidence: Evidence) -> str:
     total = evidence.host.total_bytes
-    needed = -(-total * 11 // 10 // 10**9)  # a tenth more for the pool's own fragments
-    return f"{show_bytes(total)} per device; XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={needed} or more" if total > POOL_BYTES else ""
+    needed = pool.preallocated_gib([total])
+    said = f"{show_bytes(total)} per device; XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={needed} or more (`forebay plan --env` knows its arrays)"
+    return said if needed > pool.DEFAULT_GIB else ""
 
 
 def _implicit_host_compute(evidence: Evidence) -> str:

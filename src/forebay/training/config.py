@@ -109,6 +109,8 @@ class TrainConfig:
     """Go on from the newest checkpoint in the run's folder. Settings that are not given are the saved ones."""
     seed: int = 0
     """Decides the initial weights and the order of the data."""
+    profile: bool = False
+    """Measure some steps of this run and show them beside the forecast. A run that is measured is a little slower."""
 
     def __post_init__(self):
         _require(self.steps, self.steps >= 1, "--steps", "at least 1")
@@ -151,11 +153,11 @@ def _out_of(words: list[str]) -> str:
 
 
 def to_json(config: TrainConfig) -> dict[str, Any]:
-    """``config`` as plain JSON values. ``resume`` is left out: it says how a run was started, not what it is."""
+    """``config`` as plain JSON values. ``resume`` and ``profile`` are left out: they say how a run was started, not what it is."""
     values = dataclasses.asdict(config)
     values["out"] = str(config.out)
     values["place"], values["data"]["paths"] = list(config.place), list(config.data.paths)
-    del values["resume"]
+    del values["resume"], values["profile"]
     return values
 
 

@@ -11,6 +11,7 @@ process; text as bytes; the Llama family (other models go through the same verbs
 """
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -24,6 +25,7 @@ from rich.console import Console
 
 import forebay as fb
 from forebay.errors import ForebayError, InputError, OutOfMemoryError, UnsupportedError
+from forebay.hardware import xla_flags
 from forebay.training import config as settings
 from forebay.training import data, recipe
 from forebay.training.checkpoints import Checkpoints
@@ -31,6 +33,7 @@ from forebay.training.config import TrainConfig
 from forebay.training.interrupt import StopRequest
 from forebay.training.metrics import METRICS_FILE, MetricsLog, StepMetrics
 from forebay.training.models import llama, presets
+from forebay.training.profile import WARM_UP, ProfiledStep, forecast_plan, keep, residual
 from forebay.training.resume import check_same_run, note_new_plan
 from forebay.trust.oom import explain_oom, is_oom
 
@@ -44,7 +47,8 @@ class Run:
     """What `train` did: steps ``first_step + 1`` to ``final_step``, and the loss of each, in nats per token.
 
     ``unigram_entropy_nats`` is the loss of a model that knows only how often each byte occurs. ``exit_code`` is 0 for a run that
-    reached its last step, 128 + the signal for one that was asked to stop.
+    reached its last step, 128 + the signal for one that was asked to stop. ``profile`` is the line of residuals.jsonl of a run that was
+    profiled.
     """
 
     folder: Path
@@ -54,6 +58,7 @@ class Run:
     metrics: Path
     unigram_entropy_nats: float
     exit_code: int = 0
+    profile: dict[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +133,7 @@ def train(config: TrainConfig) -> Run:
         if config.resume:
             check_same_run(config, setup.record, checkpoints.record(), say)
             note_new_plan(config.out / PLAN_FILE, setup.plan, say)
-        say(str(setup.plan))
+        say("\n".join([str(setup.plan), *(f"warning: {warning}" for warning in _at_odds(setup.plan))]))
         say(f"text: {setup.train.corpus.name}, {setup.train.corpus.length:,} bytes, unigram entropy {entropy:.4f} nats")
         checkpoints.check_space(setup.plan.abstract_tree())
         say(str(fb.preflight(setup.plan, machine(), folder=config.out)))
@@ -139,7 +144,9 @@ def train(config: TrainConfig) -> Run:
             first = int(state.step)
             if first >= config.steps:
                 say(f"nothing to do: step {first} of {config.steps} is done; ask for more with --steps")
-            losses = _steps(setup, state, checkpoints, stop, console)
+            step_fn = _step_fn(setup, first)
+            losses = _steps(setup, step_fn, state, checkpoints, stop, console)
+        profile = _profile(setup, step_fn, say) if isinstance(step_fn, ProfiledStep) else None
     return Run(
         folder=config.out,
         first_step=first,
@@ -148,6 +155,7 @@ def train(config: TrainConfig) -> Run:
         metrics=config.out / METRICS_FILE,
         unigram_entropy_nats=entropy,
         exit_code=stop.exit_code,
+        profile=profile,
     )
 
 
@@ -162,6 +170,41 @@ def _explained(setup: Setup) -> Iterator[None]:
         report = str(explain_oom(error, setup.plan))
         (setup.config.out / OOM_FILE).write_text(f"{report}\n\nthe runtime said:\n{error}\n")
         raise OutOfMemoryError(f"{report}\nkept in {setup.config.out / OOM_FILE}") from error
+
+
+def _at_odds(plan: Any) -> tuple[str, ...]:
+    """The XLA_FLAGS of this process that contradict the plan. What is too small for it, preflight says."""
+    flags = os.environ.get("XLA_FLAGS", "") if machine().target.platform == "cuda" else ""
+    return xla_flags.contradictions(plan.compiler_options, flags)
+
+
+def _step_fn(setup: Setup, first: int) -> Any:
+    """The train step, with a watch on it where the run is profiled."""
+    config, step_fn = setup.config, fb.train_step(setup.loss_fn, setup.optimizer, setup.plan, mesh=setup.mesh)
+    if not config.profile:
+        return step_fn
+    if config.steps - first <= WARM_UP:
+        raise InputError(
+            f"--profile has nothing to measure: {WARM_UP} steps are left out as warm-up and this run has {config.steps - first} to do; "
+            "ask for more with --steps"
+        )
+    return ProfiledStep(step_fn, config.out, config.steps - first)
+
+
+def _profile(setup: Setup, watched: ProfiledStep, say: Callable[[str], Any]) -> dict[str, Any] | None:
+    """What was measured, kept beside the forecast; None where the run was stopped before a step was."""
+    watched.close()
+    try:
+        measured = watched.measurement()
+    except InputError as nothing:
+        say(str(nothing))
+        return None
+    hardware, sizes = machine(), setup.config.data
+    work_done = {"tokens": sizes.batch * sizes.seq, "flops_per_token": llama.train_flops_per_token(setup.model, sizes.seq)}
+    plan, missing = forecast_plan(setup.plan, setup.loss_fn, setup.optimizer, hardware, work_done)
+    row = residual(plan, hardware, measured, work_done, missing)
+    say("profile kept in " + " and ".join(map(str, keep(row, setup.config.out))))
+    return row
 
 
 def _open_checkpoints(config: TrainConfig) -> Checkpoints:
@@ -184,10 +227,9 @@ def _restored(setup: Setup, checkpoints: Checkpoints) -> Any:
     return fb.State.from_tree(tree, setup.plan, mesh=setup.mesh)
 
 
-def _steps(setup: Setup, state: Any, checkpoints: Checkpoints, stop: StopRequest, console: Console) -> list[float]:
+def _steps(setup: Setup, step_fn: Callable, state: Any, checkpoints: Checkpoints, stop: StopRequest, console: Console) -> list[float]:
     """Run to the last step, or until asked to stop; the state that remains is saved."""
     config, first = setup.config, int(state.step)
-    step_fn = fb.train_step(setup.loss_fn, setup.optimizer, setup.plan, mesh=setup.mesh)
     in_flight = 0 if jax.devices()[0].platform == "cpu" else 1
     losses: list[float] = []
     with MetricsLog(config.out, done=first, steps=config.steps, console=console) as log:

@@ -62,6 +62,8 @@ class PlanCommand:
     """Write the forecast step here as a trace for ui.perfetto.dev (.json or .json.gz)."""
     as_json: Annotated[bool, arg(name="json")] = False
     """Print plan.json and nothing else on standard output."""
+    env: bool = False
+    """Print what must be set before jax is imported, for a shell: eval "$(forebay plan ... --env)"."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
