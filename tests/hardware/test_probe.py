@@ -32,14 +32,16 @@ def test_arrays_are_four_times_the_cache_and_fit_into_free_memory():
         dram.array_bytes(100 * MIB, GIB)
 
 
-def test_a_triad_adds_every_element_once_and_counts_24_bytes_of_it():
-    arrays = []
-    empty = np.empty
-    try:
-        np.empty = lambda count: arrays.append(empty(count)) or arrays[-1]
-        triad = dram.Triad(MIB, cores=[*topology.cores()[:1], *topology.cores()[:1]], nodes={})
-    finally:
-        np.empty = empty
+@pytest.mark.parametrize("elements", [1, 1000, 2**20])
+def test_arrays_begin_on_a_cache_line(elements):
+    array = dram.aligned(elements)
+    assert array.ctypes.data % 64 == 0 and array.shape == (elements,) and array.dtype == np.float64
+
+
+def test_a_triad_adds_every_element_once_and_counts_24_bytes_of_it(monkeypatch):
+    arrays, aligned = [], dram.aligned
+    monkeypatch.setattr(dram, "aligned", lambda count: arrays.append(aligned(count)) or arrays[-1])
+    triad = dram.Triad(MIB, cores=[*topology.cores()[:1], *topology.cores()[:1]], nodes={})
     assert triad.run() > 0
     triad.close()
     a, b, c = arrays[:3]
