@@ -12,9 +12,7 @@ import forebay
 pytestmark = pytest.mark.oldest
 
 SOURCE = Path(forebay.__file__).parent
-STAGES = [
-    *("records", "hardware", "workload", "plan", "runtime", "compiler", "timeline", "search", "trust", "training", "report", "cli"),
-]
+STAGES = "records hardware workload plan runtime compiler timeline search trust testing training report cli".split()
 EVERYWHERE = {"errors", "units"}
 FILES = sorted(SOURCE.rglob("*.py"))
 

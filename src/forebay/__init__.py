@@ -21,6 +21,7 @@ _HOME = {
     "place": "forebay.runtime",
     "value_and_grad": "forebay.runtime",
     "update": "forebay.runtime",
+    "check": "forebay.trust",
     "State": "forebay.runtime",
     "preflight": "forebay.trust",
     "explain_oom": "forebay.trust",
