@@ -139,7 +139,6 @@ def _explain(words: list[str]) -> int:
         """
         os.environ["JAX_PLATFORMS"] = "cpu"
         from forebay.plan import Plan
-        from forebay.report.tables import render_entries, render_plan
 
         loaded = None if plan is None else Plan.load(plan)
         if oom is not None:
@@ -149,15 +148,20 @@ def _explain(words: list[str]) -> int:
             return DONE
         if loaded is None:
             raise InputError("explain needs a plan.json, or --oom with a log or an HLO dump")
-        record = loaded.to_json()
-        _write_trace(record, trace)
-        if env:
-            sys.stdout.write(_environment_of(record))
-            return DONE
-        print(render_entries(record, entry) if entry else render_plan(record))
-        return DONE
+        _write_trace(loaded.to_json(), trace)
+        return _show(loaded.to_json(), entry, env)
 
     return _parse("explain", explain, words)
+
+
+def _show(record: dict, entry: str | None, env: bool) -> int:
+    from forebay.report.tables import render_entries, render_plan
+
+    if env:
+        sys.stdout.write(_environment_of(record))
+    else:
+        print(render_entries(record, entry) if entry else render_plan(record))
+    return DONE
 
 
 def _preflight(words: list[str]) -> int:

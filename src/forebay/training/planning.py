@@ -23,7 +23,7 @@ import forebay as fb
 from forebay.errors import InputError, PlanError, nearest
 from forebay.hardware import Hardware
 from forebay.timeline import charge
-from forebay.training import answers, questions
+from forebay.training import answers
 from forebay.training.models import presets
 from forebay.training.placing import placement_rules
 from forebay.units import parse_seconds
@@ -111,6 +111,8 @@ def _made(command: PlanCommand, hardware: Hardware, rules: dict[str, str]) -> An
             raise InputError("--maximize and --minimize search for a plan and --place writes one by hand: leave one of them out")
         program = load_program(command.model, command.seq, command.batch)
         return with_forecast(plan_program(program, rules, hardware, _described(command)), hardware, _work_done(command))
+    from forebay.training import questions  # not at the top: the search loads jax
+
     return questions.searched(
         questions.Question(
             trace=lambda seq, batch: _traced(command.model, seq, batch),

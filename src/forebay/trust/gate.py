@@ -131,7 +131,10 @@ def _parameters(twin: Twin, found: list[compare.Distance], wanted: Outcome) -> C
     if not still:
         return said
     why = f"{len(still)} of {len(found)} arrays, such as {still[0]}, hardly move in {len(twin.batches)} steps"
-    return skipped("parameters", f"{why}, so a lost update would not show; check more steps, or a larger learning rate. As far as seen they are equal")
+    return skipped(
+        "parameters",
+        f"{why}, so a lost update would not show; check more steps, or a larger learning rate. As far as seen they are equal",
+    )
 
 
 def _gradients(twin: Twin, yardstick: Yardstick) -> Check:
