@@ -187,6 +187,18 @@ def _preflight(words: list[str]) -> int:
     return _parse("preflight", preflight, words)
 
 
+def _check(words: list[str]) -> int:
+    from forebay.hardware import Hardware
+
+    if Hardware.here().chip.platform == "cpu":
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from forebay.training import checking
+
+    report = checking.report(_parse("check", checking.CheckCommand, words))
+    print(report)
+    return DONE if report.passed else DOES_NOT_FIT
+
+
 def _hardware(words: list[str]) -> int:
     from forebay.hardware import Hardware
     from forebay.report.hardware import HardwareCommand, render_catalog, render_hardware
@@ -224,6 +236,7 @@ COMMANDS = {
     "plan": Command(run=_plan, summary="what a train step needs on a machine that is not here, from that machine's real compiler"),
     "explain": Command(run=_explain, summary="what a plan.json says: where each tensor stands, why, and what the compiler made of it"),
     "preflight": Command(run=_preflight, summary="what on this host could stop a plan, and the command that mends it"),
+    "check": Command(run=_check, summary="some steps of a small twin of a model on this machine, planned beside resident, line by line"),
     "train": Command(run=_train, summary="train a Llama-family model on text, under a plan"),
     "probe": Command(
         run=_probe, summary="measure this machine: host link, DRAM, device memory, matmuls; kept and used from then on by name"

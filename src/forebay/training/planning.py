@@ -181,7 +181,7 @@ def load_program(model: str, seq: int | None, batch: int | None) -> tuple:
         InputError: no such model, or sizes that are missing or that it does not take.
     """
     if ":" in model:
-        return _call(model, {name: value for name, value in (("seq", seq), ("batch", batch)) if value is not None})
+        return call_model(model, {name: value for name, value in (("seq", seq), ("batch", batch)) if value is not None})
     if seq is None or batch is None:
         missing = "--seq" if seq is None else "--batch"
         raise InputError(f"{missing} is missing: {model} needs the tokens of a sequence (--seq) and the sequences of a batch (--batch)")
@@ -194,7 +194,7 @@ def load_program(model: str, seq: int | None, batch: int | None) -> tuple:
     return llama.make(config, batch=batch, seq=seq)
 
 
-def _call(model: str, sizes: dict[str, int]) -> tuple:
+def call_model(model: str, sizes: dict[str, int]) -> tuple:
     """What the user's function returns; it is given ``seq`` and ``batch`` where it takes them."""
     function = _find(model)
     taken = inspect.signature(function).parameters
