@@ -153,6 +153,8 @@ def _stored(plan: Plan, role: str, tree: Any) -> tuple[tuple[Any, ...], Callable
 
 def _leaves(wanted: Any, tree: Any) -> list[Any] | None:
     """What ``tree`` holds in the places of the leaves of ``wanted``, or None where it is another tree."""
+    if jax.tree_util.treedef_is_leaf(wanted) and isinstance(tree, tuple):
+        return None  # the tree of a bare array takes anything for its leaf, stored arrays too
     try:
         return wanted.flatten_up_to(tree)
     except ValueError:

@@ -8,9 +8,9 @@
     reused donated buffer  one layer of a tensor of the state holds what belongs to another tensor of its shape
 
 The first three rewrite the traced program, at any depth; the others stand on the step's results. A fault that changes nothing is
-excluded by where faults are sought: slices at an index that the loop counts, of state by name; residuals that are different variables of the loop that
-made them, of which a matrix product reads at least one (the factors of an elementwise product may change places); tensors of at
-least two dimensions that the optimizer changes. None is dropped because of what a run showed.
+excluded by where faults are sought: slices at an index that the loop counts, of state by name; residuals that are different variables
+of the loop that made them, of which a matrix product reads at least one (the factors of an elementwise product may change places);
+tensors of at least two dimensions that the optimizer changes. None is dropped because of what a run showed.
 
 Cost: one compile of the step for each fault. Limits: faults of the compiler itself (openxla/xla 46231) have these effects, but are found by
 the gate on the accelerator, not planted here.
@@ -176,10 +176,10 @@ def _of_scan(eqn, given: list, made: dict, path: tuple[int, ...]) -> Iterator[Fa
                 yield Fault(kind=RESIDUAL, tensor=text, path=path, operands=(a, b))
 
 
-def _saved(v, made: dict):
+def _saved(v: Any, made: dict):
     """The variable of an earlier loop's body that ``v`` stacks, a floating value of more than a scalar a layer; else None."""
-    eqn = None if jaxprs.is_literal(v) else made.get(v)
-    if eqn is None or eqn.primitive.name != "scan" or len(v.aval.shape) < 2 or not jnp.issubdtype(v.aval.dtype, jnp.floating):
+    eqn, aval = None if jaxprs.is_literal(v) else made.get(v), v.aval
+    if eqn is None or eqn.primitive.name != "scan" or len(aval.shape) < 2 or not jnp.issubdtype(aval.dtype, jnp.floating):
         return None
     body = jaxprs.loop_of(eqn).body.jaxpr
     origin, inside = body.outvars[eqn.outvars.index(v)], {out: e for e in body.eqns for out in e.outvars}
