@@ -12,14 +12,13 @@ from forebay.errors import InputError
 from forebay.hardware import Hardware
 from forebay.plan import Plan
 from forebay.records import Forecast, Verdict
-from forebay.records.hazards import HAZARDS
+from forebay.records.hazards import WRONG_RESULTS
 from forebay.runtime import train_step
 from forebay.search.problem import Choice
 from forebay.timeline import predict
 from forebay.workload import Workload
 
 SIDE_BY_SIDE = 2
-WRONG_RESULTS = {row.id for row in HAZARDS if row.severity == "wrong-results"}
 _DISABLE = "xla_disable_hlo_passes"
 
 
