@@ -53,7 +53,7 @@ def _record(p: Proven, best: Proven) -> dict[str, Any]:
 
 def _why_not(p: Proven, best: Proven) -> str:
     if not p.fits:
-        return "; ".join(p.wrong) or p.verdict.reason
+        return p.verdict.reason
     if p.seconds is None or best.seconds is None:
         return p.no_forecast or "no forecast"
     return f"forecast {show_seconds(p.seconds - best.seconds)} slower ({p.seconds / best.seconds - 1:+.1%})"

@@ -12,7 +12,6 @@ from forebay.errors import InputError
 from forebay.hardware import Hardware
 from forebay.plan import Plan
 from forebay.records import Forecast, Verdict
-from forebay.records.hazards import WRONG_RESULTS
 from forebay.runtime import train_step
 from forebay.search.problem import Choice
 from forebay.timeline import predict
@@ -52,13 +51,8 @@ class Proven:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits, and no known fault of this compiler makes its results wrong."""
-        return bool(self.verdict.fits) and not self.wrong
-
-    @property
-    def wrong(self) -> tuple[str, ...]:
-        """The hazards of its program by which results are silently wrong."""
-        return tuple(h.message for h in self.verdict.hazards if h.id in WRONG_RESULTS)
+        """Whether it fits; a program that a known fault of this compiler makes wrong is refused by the verdict itself."""
+        return bool(self.verdict.fits)
 
     @property
     def seconds(self) -> float | None:
