@@ -14,11 +14,13 @@ def test_forebay_needs_less_than_resident_and_naive(machine, tmp_path):
     forms, record = importlib.import_module("forms"), importlib.import_module("record")
     rows, versions = forms.measure(machine, forms.Size(**SMALL))
     for theme in forms.THEMES:
-        table = {r.form.partition(":")[0]: r for r in rows if r.theme == theme}
-        ours = table.pop("forebay")
-        assert all(ours.hbm_bytes < r.hbm_bytes for r in table.values()), theme
-        assert ours.host_to_host_in_loops == 0, theme
-        assert not (ours.facts["in_place"] and ours.host_temp_bytes), theme
+        ours = [r for r in rows if r.theme == theme and r.form.startswith("forebay")]
+        others = [r for r in rows if r.theme == theme and r not in ours]
+        assert all(r.hbm_bytes for r in ours), theme
+        # its leanest form: at this size the slices of copies both ways at once are as large as the state
+        assert min(r.hbm_bytes for r in ours) < min(r.hbm_bytes for r in others), theme
+        assert all(r.host_to_host_in_loops == 0 for r in ours), theme
+        assert not any(r.facts["in_place"] and r.host_temp_bytes for r in ours), theme
     record.show("forms", rows, 2**20, "MiB")
     kept = json.loads(record.keep("forms", machine, rows, versions, tmp_path).read_text())
     assert len(kept["rows"]) == len(rows)

@@ -60,7 +60,7 @@ def test_more_than_the_pool_holds_names_the_pool_and_the_size_to_set(hardware):
     verdict = judge(streamed, (stacks((64, 16384, 32768)),), hardware)
     (pool,) = (hazard for hazard in verdict.hazards if hazard.id == "host-pool-64gb")
     assert verdict.host.total_bytes == 128 * 2**30
-    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=152" in pool.message
+    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=141" in pool.message
 
 
 def test_the_setting_remat3_is_named(hardware):

@@ -88,7 +88,8 @@ def test_a_name_that_no_tensor_bears_is_an_error_that_lists_what_there_is():
         fb.Plan.by_hand(work(named_inside), {"activation:attention_scores": "host"})
 
 
-def test_jax_19063_the_plan_shows_what_was_asked_what_was_ignored_and_the_bytes():
+def test_jax_19063_the_plan_shows_what_was_asked_what_was_ignored_and_the_bytes(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     plan = fb.Plan.by_hand(work(named_inside), {"activation:layer_input": "host"}, hardware=fb.Hardware.named(H100))
     verdict = Verdict(
         fits=True, reason="within", hbm=Memory(temp_bytes=2**30), host=Memory(), hbm_budget_bytes=2**36, host_budget_bytes=2**38,

@@ -24,7 +24,7 @@ def met(host_bytes):
 
 
 def test_xla_20633_the_pool_that_runs_out_is_named_with_the_size_to_set():
-    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=110 or more" in met(100 * 10**9)["host-pool-64gb"].message
+    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=103 or more" in met(100 * 10**9)["host-pool-64gb"].message
     assert "Set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB before JAX starts" in met(100 * 10**9)["host-pool-64gb"].action
     assert met(10 * 10**9) == {}
 

@@ -14,7 +14,7 @@ from forebay.trust import mutations
 
 pytestmark = pytest.mark.usefixtures("quick")
 
-DRAWS = 16
+DRAWS = 25
 
 
 @pytest.fixture(autouse=True)

@@ -177,8 +177,7 @@ class LayerPass:
             given = self._given(fused, slot_of, carry["done"], carry["pending"]) if fused.jobs else {}
             chain = steps(fused.jobs, table, carry["sums"], self._next(i, True), given, live=i != first)
             operands = plain, saved, [*carry["ct"], *ys]
-            weights, (d_const, d_carry, d_weights, d_plain), sums = self._updating(fused, chain, table, given, carry, i, operands)
-            ahead = self._ahead(self._stacks(table), i, False)
+            weights, ahead, (d_const, d_carry, d_weights, d_plain), sums = self._updating(fused, chain, table, given, carry, i, operands)
             pending = {k: d_weights[k] for k in consumed}
             out = {
                 "ct": d_carry, "consts": [a + b for a, b in zip(carry["consts"], d_const, strict=True)],
@@ -240,19 +239,25 @@ class LayerPass:
             given["grads", p] = lax.with_sharding_constraint(gradients[slot_of[p]][None], pin)
         return given
 
+    @property
+    def _interleaves(self) -> bool:
+        """XLA:TPU turns a barrier over the layer's arithmetic and a host stack into a call of the host."""
+        return not self.plan.hardware or self.plan.hardware["chip"]["platform"] != "tpu"
+
     def _stacks(self, table) -> dict[int, Any]:
         """The host stacks of waiting parameters as they are now."""
         return {k: table.get(copies.slot_of(self.plan, w.param), w.value) for k, w in self.waits.items()}
 
     def _updating(self, fused: Fused, chain, table, given, carry, i, operands):
-        """(the layer's weights, its derivative, the chain's sums), the update of the layer before beside it."""
-        if fused.jobs and self.plan.options["prefetch"]:
+        """(the layer's weights, the next one's, its derivative, the chain's sums), the update of the layer before beside it."""
+        if fused.jobs and self.plan.options["prefetch"] and self._interleaves:
             weights = carry["weights"]
-            return weights, *self._beside(chain, shares_of(fused.jobs, table, given), (weights, *operands))
+            pulled, sums = self._beside(chain, shares_of(fused.jobs, table, given), (weights, *operands))
+            return weights, self._ahead(self._stacks(table), i, False), pulled, sums
         # without a prefetch a layer is fetched when its turn comes, and so behind all writes to its stack
-        sums = run_steps(chain, len(fused.jobs))
-        weights = self._now(carry["weights"], self._stacks(table), i)
-        return weights, self._pull(weights, *operands), sums
+        sums, stacks = run_steps(chain, len(fused.jobs)), self._stacks(table)
+        weights, ahead = self._now(carry["weights"], stacks, i), self._ahead(stacks, i, False)
+        return weights, ahead, self._pull(weights, *operands), sums
 
     def _beside(self, chain, shares, operands):
         """The layer's derivative with a chain of updates spread over it: what ``_pull`` gives, and the chain's sums."""

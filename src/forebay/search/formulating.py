@@ -30,10 +30,11 @@ class Sources:
 
 def formulate(work: Workload, hardware: Hardware, prices: Prices, options: dict[str, Any]) -> Problem:
     """The problem that ``options`` of ``Plan.by_hand`` (microbatches, prefetch) leave open."""
+    everywhere = [EVERY_ACTIVATION] if any(t.role == "activation" for t in work.tensors) else []
     sources = Sources(
-        kept=Plan.by_hand(work, {EVERY_ACTIVATION: HBM}, hardware=hardware, options=options),
-        hosted=Plan.by_hand(work, {"parameter": HOST, "optimizer": HOST, EVERY_ACTIVATION: HOST}, hardware=hardware, options=options),
-        recomputed=Plan.by_hand(work, {EVERY_ACTIVATION: RECOMPUTE}, hardware=hardware, options=options),
+        kept=Plan.by_hand(work, dict.fromkeys(everywhere, HBM), hardware=hardware, options=options),
+        hosted=Plan.by_hand(work, dict.fromkeys(["parameter", "optimizer", *everywhere], HOST), hardware=hardware, options=options),
+        recomputed=Plan.by_hand(work, dict.fromkeys(everywhere, RECOMPUTE), hardware=hardware, options=options),
     )
     passes = options.get("microbatches", 1)
     share = 1 / hardware.devices
