@@ -6,6 +6,7 @@ the plan's entries (*planned*); totals are the compiler's (*compiled*); the two 
 
 import fnmatch
 import io
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -128,7 +129,7 @@ def _option_lines(reasons: Iterable[str]) -> Iterable[str]:
         if reason.startswith(LEFT):
             left.append(reason.removeprefix(LEFT).partition(": ")[0].partition("=")[0])
         else:
-            yield f"compiler option {reason}"
+            yield f"compiler option {reason}" if re.match(r"\w+=", reason) else reason
     if left:
         yield f"compiler options left alone, for reasons in plan.json (options.reasons): {', '.join(dict.fromkeys(left))}"
 
