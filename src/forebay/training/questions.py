@@ -4,6 +4,7 @@ In: a `Question`, whose ``trace`` makes the workload of a size. Out: a `Plan` wh
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -79,7 +80,7 @@ def _machines(question: Question) -> list[Hardware]:
     given = {"host_ram": hardware.host_ram_bytes, "hbm": int(chip.hbm_bytes)}
     if chip.platform == "tpu":
         grids = [list(chip.host.bounds)]
-        while _chips(grids[-1]) < min(chip.pod_chips, 4096):
+        while math.prod(grids[-1]) < min(chip.pod_chips, 4096):
             grids.append(_doubled(grids[-1]))
         names = ["x".join(map(str, grid)) for grid in grids]
     else:
@@ -89,13 +90,6 @@ def _machines(question: Question) -> list[Hardware]:
     machines = [Hardware.named(f"{chip.name}:{name}", **given) for name in names]
     batch = question.batch
     return [m for m in machines if batch is None or batch % m.devices == 0]
-
-
-def _chips(grid: list[int]) -> int:
-    total = 1
-    for side in grid:
-        total *= side
-    return total
 
 
 def _doubled(grid: list[int]) -> list[int]:
