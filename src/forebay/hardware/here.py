@@ -18,12 +18,12 @@ from forebay.errors import InputError, UnsupportedError
 from forebay.hardware import budget
 from forebay.hardware.catalog import catalog_names, find_by_description, lookup
 from forebay.hardware.chip import Chip, Host, Link
+from forebay.hardware.environment import FRACTIONS
 from forebay.hardware.hardware import Hardware
 from forebay.hardware.memory import host_ram_bytes
 from forebay.hardware.quantity import Quantity
 from forebay.units import MIB
 
-FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 TPU_VENDOR = "0x1ae0"
 TPU_DEVICES = {"0x0062": "tpu-v5p", "0x0063": "tpu-v5e", "0x006f": "tpu-v6e", "0x0076": "tpu-7x"}
 """PCI identities, as jax itself tells TPUs apart (jax/_src/hardware_utils.py)."""
@@ -158,7 +158,7 @@ def _on_this_host(system: System, chip: Chip, name: str, devices: int, topology:
 
 def _fraction(system: System, proposed: Quantity, chip: Chip) -> Quantity:
     """The fraction of the environment, where this process's jax will obey one, else the proposed."""
-    for variable in FRACTION_VARIABLES if chip.platform == "cuda" else ():
+    for variable in FRACTIONS if chip.platform == "cuda" else ():
         if text := system.environment.get(variable):
             return Quantity(_between_0_and_1(variable, text), f"the environment: {variable}={text}", kind="given")
     return proposed

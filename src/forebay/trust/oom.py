@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import CompilerError, InputError
-from forebay.hardware import Hardware
+from forebay.hardware import Hardware, pool
+from forebay.hardware.environment import HOST_LIMIT
 from forebay.trust.oom_next import NextPlan, next_plans
 from forebay.trust.oom_peak import HBM, HOST, Live, Peak, find_peak
 from forebay.trust.oom_text import DISK, OUTSIDE, POOL, RAM, VMEM, Shortage, looks_like_oom, read_shortage
@@ -24,8 +25,6 @@ from forebay.units import GIB, show_bytes, show_seconds
 
 SHOWN = 10
 MOST_BYTES_OF_A_LOG = 512 * 2**20
-POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-POOL_BYTES = 64 * GIB  # the variable says GB and counts GiB
 _STORED = re.compile(r"stored_(params|opt_state|copies)\[(\d+)\]")
 
 
@@ -84,11 +83,11 @@ def explain_oom(error_or_text: BaseException | str, plan: Any = None, *, hlo: st
         notes += said
     if hlo is None and plan is not None and plan.verdict is not None and plan.verdict.hlo_gzip:
         hlo = plan.verdict.hlo
-    pool = shortage.pool if shortage else DEVICE
-    space = HOST if pool in (POOL, RAM) else HBM
-    peak = find_peak(hlo, space) if hlo is not None and pool not in (DISK, VMEM) else None
+    ran_out = shortage.pool if shortage else DEVICE
+    space = HOST if ran_out in (POOL, RAM) else HBM
+    peak = find_peak(hlo, space) if hlo is not None and ran_out not in (DISK, VMEM) else None
     nexts: tuple[NextPlan, ...] = ()
-    if plan is not None and bound and tries and pool in (DEVICE, OUTSIDE) and plan.verdict is not None and plan.verdict.compiled:
+    if plan is not None and bound and tries and ran_out in (DEVICE, OUTSIDE) and plan.verdict is not None and plan.verdict.compiled:
         nexts, said = next_plans(plan, _target(plan, shortage), tries)
         notes += said
     return OomReport(
@@ -226,7 +225,7 @@ _POOLS = {
 
 def _limit(shortage: Shortage) -> int | None:
     if shortage.pool == POOL and shortage.limit_bytes is None:
-        return int(os.environ.get(POOL_VARIABLE, 0) or 0) * GIB or POOL_BYTES
+        return (int(os.environ.get(HOST_LIMIT, 0) or 0) or pool.DEFAULT_GIB) * GIB
     return shortage.limit_bytes
 
 
@@ -277,15 +276,13 @@ def _next_lines(report: OomReport) -> list[str]:
 
 def _advice(report: OomReport) -> list[str]:
     shortage = report.shortage
-    pool = shortage.pool if shortage else DEVICE
     if report.nexts:
         return [f"run again with {report.nexts[0].flags}"]
-    if shortage is not None and pool == POOL:
-        needed = report.peak.total_bytes if report.peak else 2 * (_limit(shortage) or POOL_BYTES)
-        return [
-            f"export {POOL_VARIABLE}={-(-needed * 11 // 10 // GIB)}, before jax starts; the host needs as much free RAM for each device"
-        ]
-    return [_ADVICE[pool]]
+    if shortage is not None and shortage.pool == POOL:
+        needed = report.peak.total_bytes if report.peak else 2 * (_limit(shortage) or pool.DEFAULT_GIB * GIB)
+        limit = pool.preallocated_gib([needed])
+        return [f"export {HOST_LIMIT}={limit}, before jax starts; the host needs as much free RAM for each device"]
+    return [_ADVICE[shortage.pool if shortage else DEVICE]]
 
 
 _ADVICE = {

@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forebay.hardware import Hardware
+from forebay.hardware import Hardware, pool
+from forebay.hardware.environment import DEFAULT_FRACTION, FRACTION, FRACTIONS, HOST_LIMIT
 from forebay.trust.preflight_machine import Machine, read_machine
 from forebay.units import GIB, show_bytes, show_seconds
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
-POOL_VARIABLE, POOL_BYTES = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64 * GIB
-FRACTION_VARIABLES, FRACTION_DEFAULT = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"), 0.75
-POOL_SPARE = 1.1
-"""The pool's own fragments: it must be a tenth larger than what stands in it."""
 PROCESS_BYTES = 2 * GIB
 """Python, jax, the CUDA context and the compiled programs of one process, roughly; beside what the plan places on the host."""
 SLOW_CHECKPOINT_SECONDS = 600.0
@@ -200,26 +197,27 @@ def numa(needs: Needs, machine: Machine) -> Line:
 
 def host_pool(needs: Needs, machine: Machine) -> Line:
     """XLA's pinned pool of each device against the plan."""
-    text = machine.environment.get(POOL_VARIABLE, "")
-    limit = int(text) * GIB if text.isdigit() else POOL_BYTES
-    wanted = int(needs.host_per_device * POOL_SPARE)
-    detail = f"{show_bytes(needs.host_per_device)} for each device of a pool of {show_bytes(limit)} ({POOL_VARIABLE}={text or '64, unset'})"
-    if wanted <= limit:
+    text = machine.environment.get(HOST_LIMIT, "")
+    limit_gib = int(text) if text.isdigit() else pool.DEFAULT_GIB
+    wanted_gib = pool.preallocated_gib([needs.host_per_device]) if needs.host_per_device else 0
+    said = f"{HOST_LIMIT}={text or f'{pool.DEFAULT_GIB}, unset'}"
+    detail = f"{show_bytes(needs.host_per_device)} for each device of a pool of {show_bytes(limit_gib * GIB)} ({said})"
+    if wanted_gib <= limit_gib:
         return Line(name="XLA's host pool", outcome=OK, detail=detail)
-    return Line(name="XLA's host pool", outcome=FAILED, detail=detail, mend=f"export {POOL_VARIABLE}={math.ceil(wanted / GIB)}")
+    return Line(name="XLA's host pool", outcome=FAILED, detail=detail, mend=f"export {HOST_LIMIT}={wanted_gib}")
 
 
 def memory_fraction(needs: Needs, machine: Machine) -> Line:
     """jax's pool on the device against the plan's HBM and against the fraction that the plan's budget counts on."""
     hardware, name = needs.hardware, "memory fraction"
     fraction, source = _fraction(machine)
-    pool, planned = int(hardware.hbm_bytes * fraction), hardware.memory_fraction
+    taken, planned = int(hardware.hbm_bytes * fraction), hardware.memory_fraction
     detail = (
-        f"{show_bytes(needs.hbm_per_device)} planned{' (compiled)' if needs.compiled else ''} of a pool of {show_bytes(pool)} "
+        f"{show_bytes(needs.hbm_per_device)} planned{' (compiled)' if needs.compiled else ''} of a pool of {show_bytes(taken)} "
         f"({fraction:g} of {show_bytes(hardware.hbm_bytes)}, {source}); the budget counts on {planned:g}"
     )
-    mend = f"export XLA_PYTHON_CLIENT_MEM_FRACTION={planned:g}"
-    if needs.hbm_per_device > pool:
+    mend = f"export {FRACTION}={planned:g}"
+    if needs.hbm_per_device > taken:
         return Line(name=name, outcome=FAILED, detail=detail, mend=mend)
     if machine.environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "") == "platform":
         mend = "unset XLA_PYTHON_CLIENT_ALLOCATOR"
@@ -268,8 +266,8 @@ def disk(needs: Needs, machine: Machine) -> Line:
 
 
 def _fraction(machine: Machine) -> tuple[float, str]:
-    for name in FRACTION_VARIABLES:
+    for name in FRACTIONS:
         text = machine.environment.get(name, "")
         if re.fullmatch(r"\d*\.?\d+", text):
             return float(text), f"{name}={text}"
-    return FRACTION_DEFAULT, f"{FRACTION_VARIABLES[-1]} is unset"
+    return DEFAULT_FRACTION, f"{FRACTION} is unset"
