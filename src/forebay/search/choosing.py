@@ -15,7 +15,7 @@ two forecasts of one model err alike, so that their difference is better known t
 import dataclasses
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forebay.errors import InputError
@@ -91,7 +91,7 @@ class _Search:
         self.work, self.hardware, self.work_done = work, hardware, work_done
         self.began, self.budget_seconds = time.monotonic(), budget_seconds
         self.prices = Prices(hardware)
-        self.problems: dict[int, Problem] = {}
+        self.problems: dict[int, Problem | None] = {}
         self.proven: list[Proven] = []
         self.longest_seconds = 0.0
         self.ended = ""
@@ -104,8 +104,16 @@ class _Search:
             except InputError:
                 if microbatches == 1:
                     raise
-                return None
+                self.problems[microbatches] = None
         return self.problems[microbatches]
+
+    def _all_problems(self) -> Iterator[Problem]:
+        """The problem of each number of microbatches that the workload allows."""
+        for microbatches in MICROBATCHES:
+            problem = self.problem(microbatches)
+            if problem is None:
+                return
+            yield problem
 
     def candidates(self) -> list[Candidate]:
         """What to compile next; nothing when the search has ended."""
@@ -143,14 +151,7 @@ class _Search:
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
 
     def _proposals(self) -> list[_Proposal]:
-        made = []
-        for microbatches in MICROBATCHES:
-            problem = self.problem(microbatches)
-            if problem is None:
-                break
-            if (found := self._optimum(problem)) is not None:
-                made.append(found)
-        return made
+        return [found for problem in self._all_problems() if (found := self._optimum(problem)) is not None]
 
     def _optimum(self, problem: Problem) -> _Proposal | None:
         """The best choice that was not compiled yet, under what was learned around it; None where the best was compiled and fits.
@@ -158,11 +159,9 @@ class _Search:
         What the compiler needs beyond the count is known best near a compiled choice, so the choice is sought until it is the one
         around which was learned.
         """
-        samples = self._samples(problem)
         near, spare = self._start(problem), 0.0
         for _ in range(ATTEMPTS):
-            correction = learn(problem, samples, near) if samples else self._borrowed(problem)
-            found = solve(problem, correction, self._limits(problem, spare))
+            found = solve(problem, self._learned(problem, near), self._limits(problem, spare))
             if found is None:
                 return None
             tried = self._tried(problem, found)
@@ -175,16 +174,13 @@ class _Search:
             near = found
         if self._tried(problem, near) is not None:
             return None
-        seconds = estimate(problem, near, learn(problem, samples, near) if samples else self._borrowed(problem)).seconds
+        seconds = estimate(problem, near, self._learned(problem, near)).seconds
         return _Proposal(seconds=seconds, candidate=self.candidate(problem, near))
 
     def _frugal(self) -> list[_Proposal]:
         """Where nothing fits and no choice is thought to: the least HBM that each number of microbatches could do with."""
         made = []
-        for microbatches in MICROBATCHES:
-            problem = self.problem(microbatches)
-            if problem is None:
-                break
+        for problem in self._all_problems():
             found = most_frugal(problem, Correction(), self._limits(problem))
             if found is not None and self._tried(problem, found) is None:
                 made.append(_Proposal(seconds=estimate(problem, found, Correction()).hbm_bytes, candidate=self.candidate(problem, found)))
@@ -201,8 +197,10 @@ class _Search:
             if p.candidate.microbatches == problem.microbatches and p.verdict.hbm is not None
         ]
 
-    def _borrowed(self, problem: Problem) -> Correction:
-        """For a number of microbatches of which none was compiled: what one microbatch taught."""
+    def _learned(self, problem: Problem, near: Choice) -> Correction:
+        """What was learned around ``near``; for a number of microbatches of which none was compiled, what one microbatch taught."""
+        if samples := self._samples(problem):
+            return learn(problem, samples, near)
         other = self.problem(1)
         assert other is not None, "one microbatch is always a problem"
         samples = self._samples(other)
@@ -235,7 +233,7 @@ class _Search:
         """Each problem of which something was compiled, with all that was learned."""
         out = {}
         for microbatches, problem in self.problems.items():
-            if samples := self._samples(problem):
+            if problem is not None and (samples := self._samples(problem)):
                 out[microbatches] = (problem, learn(problem, samples, samples[-1].choice))
         return out
 

@@ -11,7 +11,7 @@ from forebay.timeline.constants import constants_of
 from forebay.timeline.costs import Costs
 from forebay.timeline.rates import Rates
 
-COMPUTE_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16"}  # what else there is multiplies as float32
 
 
 class Prices:
@@ -30,7 +30,7 @@ class Prices:
         moved = node.moved_bytes * share / self.costs.hbm_rate
         if node.kind not in ("matmul", "attention"):
             return moved
-        known = self.costs.peak({"bf16": "bf16", "fp16": "f16", "fp32": "f32"}[COMPUTE_DTYPES.get(dtype, "fp32")])
+        known = self.costs.peak(HLO_DTYPES.get(dtype, "f32"))
         if known is None:
             return moved
         name, peak = known

@@ -178,7 +178,8 @@ def _of_scan(eqn, given: list, made: dict, path: tuple[int, ...]) -> Iterator[Fa
 
 def _saved(v: Any, made: dict):
     """The variable of an earlier loop's body that ``v`` stacks, a floating value of more than a scalar a layer; else None."""
-    eqn, aval = None if jaxprs.is_literal(v) else made.get(v), v.aval
+    aval: Any = v.aval
+    eqn = None if jaxprs.is_literal(v) else made.get(v)
     if eqn is None or eqn.primitive.name != "scan" or len(aval.shape) < 2 or not jnp.issubdtype(aval.dtype, jnp.floating):
         return None
     body = jaxprs.loop_of(eqn).body.jaxpr
