@@ -8,8 +8,7 @@ from typing import Any
 from forebay.plan import Plan
 from forebay.records import Entry
 from forebay.search.problem import HBM, HOST, RECOMPUTE, Choice, Correction, Estimate, Problem, estimate
-from forebay.search.proving import Proven
-from forebay.timeline import charge
+from forebay.search.proving import Proven, with_forecast
 from forebay.units import GIB, show_bytes, show_seconds
 
 _VERB = {HBM: "kept in HBM", HOST: "on the host", RECOMPUTE: "recomputed"}
@@ -20,7 +19,7 @@ def answer(proven: Sequence[Proven], outcome: str, problems: Mapping[int, tuple[
     best = min(proven, key=_rank)
     plan = best.plan
     if best.forecast is not None:
-        plan = dataclasses.replace(plan, forecast=best.forecast.to_json(), entries=charge(best.forecast, plan.entries).entries)
+        plan = with_forecast(plan, best.forecast)
     if best.candidate.microbatches in problems:
         problem, correction = problems[best.candidate.microbatches]
         plan = dataclasses.replace(plan, entries=_explained(plan.entries, problem, best.candidate.choice, correction))

@@ -14,7 +14,7 @@ from forebay.plan import Plan
 from forebay.records import Forecast, Verdict
 from forebay.runtime import train_step
 from forebay.search.problem import Choice
-from forebay.timeline import predict
+from forebay.timeline import charge, predict
 from forebay.workload import Workload
 
 SIDE_BY_SIDE = 2
@@ -69,17 +69,32 @@ def prove(
 
 def _prove(work, hardware, candidate: Candidate, work_done, deadline: float | None) -> Proven:
     plan = _as_planned(Plan.by_hand(work, candidate.rules, hardware=hardware, options=candidate.options), hardware)
-    step = train_step(work.loss_fn, work.optimizer, plan)
     limit = TIME_LIMIT_SECONDS if deadline is None else max(1.0, deadline - time.monotonic())
-    verdict = judge(step, (plan.abstract_state(), plan.abstract_batch()), hardware, plan=plan, time_limit_seconds=limit)
-    plan = dataclasses.replace(plan, verdict=verdict)
-    if not verdict.compiled:
-        return Proven(candidate=candidate, plan=plan, forecast=None, no_forecast=verdict.reason)
+    plan = judged(plan, hardware, time_limit_seconds=limit)
+    forecast, why_not = forecast_of(plan.verdict, hardware, work_done)
+    return Proven(candidate=candidate, plan=plan, forecast=forecast, no_forecast=why_not)
+
+
+def judged(plan: Plan, hardware: Hardware, time_limit_seconds: float = TIME_LIMIT_SECONDS) -> Plan:
+    """``plan``, which is bound, with the compiler's verdict on its whole train step."""
+    step = train_step(plan.bound.loss_fn, plan.bound.optimizer, plan)
+    args = plan.abstract_state(), plan.abstract_batch()
+    return dataclasses.replace(plan, verdict=judge(step, args, hardware, plan=plan, time_limit_seconds=time_limit_seconds))
+
+
+def forecast_of(verdict: Verdict | None, hardware: Hardware, work_done: Mapping[str, float | None]) -> tuple[Forecast | None, str]:
+    """The forecast of a compiled step, or None and why there is none: nothing was compiled, or a figure of the machine is not known."""
+    if verdict is None or not verdict.compiled:
+        return None, verdict.reason if verdict else "the compiler was not asked"
     try:
-        forecast = predict(verdict, hardware, **work_done)
+        return predict(verdict, hardware, **work_done), ""
     except InputError as unknown:
-        return Proven(candidate=candidate, plan=plan, forecast=None, no_forecast=str(unknown))
-    return Proven(candidate=candidate, plan=plan, forecast=forecast)
+        return None, str(unknown)
+
+
+def with_forecast(plan: Plan, forecast: Forecast) -> Plan:
+    """``plan`` with a forecast of its step, and each host entry with the time that its copies expose."""
+    return dataclasses.replace(plan, forecast=forecast.to_json(), entries=charge(forecast, plan.entries).entries)
 
 
 def _as_planned(plan: Plan, hardware: Hardware) -> Plan:

@@ -1,4 +1,4 @@
-"""From the words of ``forebay plan`` to a plan that the compiler has judged, through forebay's public verbs only.
+"""From the words of ``forebay plan`` to a plan that the compiler has judged.
 
     model, seq, batch --make--> (loss_fn, optimizer, shapes) --trace--> Workload --by_hand, judge--> Plan with its Verdict    (--place)
                                                                         Workload --choose--> Plan with its Verdict             (else)
@@ -22,7 +22,6 @@ from tyro.conf import UseAppendAction, arg
 import forebay as fb
 from forebay.errors import InputError, PlanError, nearest
 from forebay.hardware import Hardware
-from forebay.timeline import charge
 from forebay.training import answers
 from forebay.training.models import presets
 from forebay.training.placing import placement_rules
@@ -138,10 +137,10 @@ def plan_program(program: tuple, rules: dict[str, str], hardware: Hardware, desc
     ``described`` goes over what the plan says of its workload: the model's name, the sizes that a person asked for.
     """
     loss_fn, optimizer, params, batch = program
-    plan = fb.Plan.by_hand(fb.trace(loss_fn, optimizer, params, batch), rules, hardware=hardware)
-    step = fb.train_step(loss_fn, optimizer, plan)
-    verdict = fb.judge(step, (plan.abstract_state(), plan.abstract_batch()), hardware, plan=plan)
-    return dataclasses.replace(plan, workload={**plan.workload, **(described or {})}, verdict=verdict)
+    from forebay.search.proving import judged  # not at the top: this loads jax
+
+    plan = judged(fb.Plan.by_hand(fb.trace(loss_fn, optimizer, params, batch), rules, hardware=hardware), hardware)
+    return dataclasses.replace(plan, workload={**plan.workload, **(described or {})})
 
 
 def with_forecast(plan: Any, hardware: Hardware, work_done: dict[str, float]) -> Any:
@@ -149,14 +148,15 @@ def with_forecast(plan: Any, hardware: Hardware, work_done: dict[str, float]) ->
 
     A machine whose figures are not known has no forecast, which is then said among the verdict's messages.
     """
+    from forebay.search import proving  # not at the top: this loads jax
+
     if not plan.verdict.compiled or hardware.target.platform == "cpu":
         return plan
-    try:
-        forecast = fb.predict(plan.verdict, hardware, **work_done)
-    except InputError as unknown:
-        verdict = dataclasses.replace(plan.verdict, messages=(*plan.verdict.messages, f"no forecast: {unknown}"))
+    forecast, why_not = proving.forecast_of(plan.verdict, hardware, work_done)
+    if forecast is None:
+        verdict = dataclasses.replace(plan.verdict, messages=(*plan.verdict.messages, f"no forecast: {why_not}"))
         return dataclasses.replace(plan, verdict=verdict)
-    return dataclasses.replace(plan, forecast=forecast.to_json(), entries=charge(forecast, plan.entries).entries)
+    return proving.with_forecast(plan, forecast)
 
 
 def _work_done(command: PlanCommand) -> dict[str, float]:

@@ -123,10 +123,10 @@ def _platform(plan: Any) -> str | None:
 
 def _judged(plan: Any) -> tuple[Any, list[str]]:
     """The plan with the compiler's verdict on its own step; as it is, with a note, where that compiler cannot be asked."""
-    from forebay.trust.oom_next import judge_plan
+    from forebay.search.proving import judged
 
     try:
-        return judge_plan(plan), []
+        return judged(plan, Hardware.from_json(plan.hardware)), []
     except (CompilerError, InputError) as problem:
         return plan, [f"the step was not compiled again for its peak: {problem}"]
 

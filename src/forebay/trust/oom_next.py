@@ -36,19 +36,10 @@ class NextPlan:
     plan: Any = dataclasses.field(repr=False, compare=False, default=None)
 
 
-def judge_plan(plan: Any) -> Any:
-    """``plan``, which is bound, with the compiler's verdict on its whole step."""
-    from forebay.compiler import judge
-    from forebay.runtime import train_step
-
-    work = plan.bound
-    step = train_step(work.loss_fn, work.optimizer, plan)
-    verdict = judge(step, (plan.abstract_state(), plan.abstract_batch()), Hardware.from_json(plan.hardware), plan=plan)
-    return dataclasses.replace(plan, verdict=verdict)
-
-
 def next_plans(plan: Any, within_bytes: int, tries: int) -> tuple[tuple[NextPlan, ...], list[str]]:
     """Plans that need at most ``within_bytes`` of HBM and fit the host, cheapest first, and what was tried in vain."""
+    from forebay.search.proving import judged
+
     machine = Hardware.from_json(plan.hardware)
     before = _seconds(plan.verdict, machine)
     found, notes, left = [], [], tries
@@ -60,7 +51,7 @@ def next_plans(plan: Any, within_bytes: int, tries: int) -> tuple[tuple[NextPlan
             if other is None:
                 continue
             left -= 1
-            verdict = judge_plan(other).verdict
+            verdict: Any = judged(other, machine).verdict
         except ForebayError as refused:
             notes.append(f"{_rule(change)} was not possible: {refused}")
             continue
@@ -101,12 +92,7 @@ def _rule(change: dict[str, str]) -> str:
 
 def _seconds(verdict: Any, machine: Hardware) -> float | None:
     """The forecast of a step; None where there is no schedule or the machine's figures are not known."""
-    from forebay.errors import InputError
-    from forebay.timeline import predict
+    from forebay.search.proving import forecast_of
 
-    if not verdict.hlo_gzip or machine.target.platform == "cpu":
-        return None
-    try:
-        return predict(verdict, machine).step_seconds
-    except InputError:
-        return None
+    forecast = None if machine.target.platform == "cpu" else forecast_of(verdict, machine, {})[0]
+    return forecast and forecast.step_seconds
