@@ -60,3 +60,22 @@ def test_host_arrays_are_streamed_and_not_moved_whole():
     program, optimizer, work, _ = baseline("unrolled", "adamw")
     _, plan = planned(program, optimizer, PLACEMENTS["everything"], work=work, steps=1)
     assert [s.mode for s in plan.streams].count("items") == 3
+
+
+@pytest.mark.parametrize(("model", "name"), [(model, name) for model in MODELS for name in OPTIMIZERS])
+def test_resident_layers_updated_inside_the_backward_pass(model, name):
+    """No gradient stack although nothing is moved; what clipping needs first keeps its stack."""
+    program, optimizer, work, wanted = baseline(model, name)
+    got, plan = planned(program, optimizer, {}, work=work, options={"fuse_update": "always"})
+    assert_equal(got, wanted, 1e-10)
+    assert bool(plan.fused) == (name != "clipped")
+    assert {e.placement for e in plan.entries} <= {"hbm", "recompute"}
+    smaller = [e.bytes_per_device < p.bytes_per_device for e, p in zip(plan.role("gradient"), plan.role("parameter"), strict=True)]
+    assert sum(smaller) == len(plan.fused)
+
+
+def test_state_on_the_host_is_updated_inside_the_backward_pass():
+    program, optimizer, work, wanted = baseline("scanned", "adamw")
+    got, plan = planned(program, optimizer, {"optimizer": "host"}, work=work)
+    assert_equal(got, wanted, 1e-10)
+    assert plan.fused and {e.placement for e in plan.role("parameter")} == {"hbm"}

@@ -1,8 +1,9 @@
 """Which layers can be updated inside the backward pass, and why others cannot.
 
-A family is fused where its parameter enters exactly one loop, layer by layer, from the host; where its update runs slice by
-slice along that axis; and where nothing that the update reads (a clip factor, a trust ratio of the whole stack) depends on
-a gradient: such a value is known only when the backward pass is over.
+A family is fused where its parameter enters exactly one loop, layer by layer; where its update runs slice by slice along that
+axis; and where nothing that the update reads (a clip factor, a trust ratio of the whole stack) depends on a gradient: such a
+value is known only when the backward pass is over. By itself forebay fuses what has its parameter or its state on the host: the copies
+of the state then run beside the backward pass. With ``fuse_update="always"`` what stands in HBM is fused too: no stack of gradients.
 
 With the option ``fuse_update="two_pass"`` such families are fused as well: a first backward pass takes the sums that those
 values need and throws each layer's gradient away, a second one updates. It is exact, and costs the backward pass twice (about
@@ -28,7 +29,7 @@ def gradient_dependent(update: Update) -> set[Any]:
 
 
 def why_not(work, family: Family, stream: Stream, tainted: set[Any], two_pass: bool) -> str:
-    """The reason why a host family is not updated in the backward pass; empty where it is."""
+    """The reason why a family is not updated in the backward pass; empty where it is."""
     if stream.mode != "items" and not stream.layered:
         return "its update does not run layer by layer"
     [p] = family.params

@@ -182,18 +182,23 @@ class Plan:
     @functools.cached_property
     def streams(self) -> tuple[Stream, ...]:
         """How each family of the optimizer's update is carried out."""
-        work, params, state = self.bound, self.role("parameter"), self.role("optimizer")
+        return align(tuple(self._stream(f, self.on_host(f) or f in self.fused) for f in range(len(self.bound.families))))
+
+    def _stream(self, f: int, moves: bool) -> Stream:
+        work, family = self.bound, self.bound.families[f]
+        spec = self.role("parameter")[family.params[0]].spec if family.params else ()
         unsliced = unsliced_axes(self.hardware["chip"]["platform"]) if self.hardware else frozenset()
-        out = []
-        for f in work.families:
-            spec = params[f.params[0]].spec if f.params else ()
-            hosted = any(params[p].placement == "host" for p in f.params) or any(state[j].placement == "host" for j in f.state)
-            out.append(choose_stream(work, f, spec, self.mesh, hosted, self.options["whole_below_bytes"], unsliced))
-        return align(tuple(out))
+        return choose_stream(work, family, spec, self.mesh, moves, self.options["whole_below_bytes"], unsliced)
+
+    def on_host(self, f: int, *roles: str) -> bool:
+        """Whether any array of a family stands on the host: of its parameters and its state, or of one of them."""
+        family = self.bound.families[f]
+        owned = {"parameter": family.params, "optimizer": family.state}
+        return any(self.role(role)[k].placement == "host" for role in roles or owned for k in owned[role])
 
     @functools.cached_property
     def unfused(self) -> dict[int, str]:
-        """Families with a parameter on the host that are not updated inside the backward pass, with the reason."""
+        """Families with something on the host that are not updated inside the backward pass, with the reason."""
         return {f: why for f, why in self._fusion.items() if why}
 
     @functools.cached_property
@@ -208,20 +213,27 @@ class Plan:
         return any(shared_reads(work.update, work.families[f], self.streams[f]) & tainted for f in self.fused)
 
     @functools.cached_property
+    def managed(self) -> frozenset[int]:
+        """Stored parameters that loops take layer by layer: they stand on the host, or are updated in the backward pass."""
+        fused = {p for f in self.fused for p in self.bound.families[f].params}
+        return frozenset(fused | {p for p, e in enumerate(self.role("parameter")) if e.placement == "host"})
+
+    @property
+    def _fuse_update(self) -> str:
+        return self.options.get("fuse_update", "auto")
+
+    @functools.cached_property
     def _fusion(self) -> dict[int, str]:
-        work, params = self.bound, self.role("parameter")
-        tainted = gradient_dependent(work.update)
-        hosted = [
-            f
-            for f, family in enumerate(work.families)
-            if family.params and all(params[p].placement == "host" and not work.frozen[p] for p in family.params)
-        ]
-        if self.options.get("fuse_update", "auto") == "never":
+        work, tainted = self.bound, gradient_dependent(self.bound.update)
+        trained = [f for f, family in enumerate(work.families) if family.params and not any(work.frozen[p] for p in family.params)]
+        hosted = [f for f in trained if self.on_host(f, "parameter")]
+        if self._fuse_update == "never":
             return dict.fromkeys(hosted, "the option fuse_update is never")
         if self.options.get("microbatches", 1) > 1:
             return dict.fromkeys(hosted, "it waits for the last microbatch")
-        two_pass = self.options.get("fuse_update", "auto") == "two_pass"
-        return {f: why_not(work, work.families[f], self.streams[f], tainted, two_pass) for f in hosted}
+        tried = [f for f in trained if self._fuse_update == "always" or self.on_host(f)]
+        two_pass = self._fuse_update == "two_pass"
+        return {f: why_not(work, work.families[f], self._stream(f, True), tainted, two_pass) for f in tried}
 
     def to_json(self) -> dict[str, Any]:
         """plan.json as a dict."""

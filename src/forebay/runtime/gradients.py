@@ -4,7 +4,8 @@
     forward:   jax.vjp of each segment; ``LayerPass.forward`` for each managed loop
     backward:  in the other direction, cotangents summed by variable; ``LayerPass.backward`` updates its layers on the way
 
-A loop is *managed* where at least one of its parameters stands on the host. Without one, this is ``jax.value_and_grad``.
+A loop is *managed* where at least one of its parameters stands on the host or is updated in the backward pass. Without one, this is
+``jax.value_and_grad``.
 """
 
 from collections.abc import Callable
@@ -42,7 +43,7 @@ def loss_and_gradients(
             return loss, aux, new_extra, accumulators.arrays
         return loss, aux, new_extra, {p: _in_place(plan, p, g) for p, g in enumerate(grads)}
     tape = _Tape(plan, program, values)
-    tape.env = planned.start(plan, program, params, extra, batch, key)
+    tape.env = planned.start(plan, program, plan.managed, params, extra, batch, key)
     tape.forward()
     loss, (aux, new_extra) = planned.results(program, tape.env)
     if begin is not None:
@@ -66,9 +67,8 @@ def _in_place(plan: Plan, p: int, gradient):
 
 
 def managed(plan: Plan, loop: LayerLoop) -> bool:
-    """Whether a loop has a parameter on the host, and more than one layer."""
-    placed = plan.role("parameter")
-    return loop.loop.length > 1 and any(p is not None and placed[p].placement == "host" for p in loop.params)
+    """Whether a loop has a parameter that is taken layer by layer, and more than one layer."""
+    return loop.loop.length > 1 and any(p in plan.managed for p in loop.params)
 
 
 class _Tape:

@@ -30,7 +30,7 @@ from jax import lax
 from forebay.plan import Plan
 from forebay.runtime import copies
 from forebay.runtime.interleave import shares_of, spread
-from forebay.runtime.loss import DEVICE, Waiting, checkpointing
+from forebay.runtime.loss import Waiting, checkpointing
 from forebay.runtime.streaming import HOST, Job, run_steps, steps, visit
 from forebay.workload import jaxprs, residuals
 from forebay.workload.program import LayerLoop
@@ -62,6 +62,9 @@ class LayerPass:
         self.kept, policy = checkpointing(plan, loop, hosted=True)
         self.body = jax.checkpoint(self._body, policy=policy, prevent_cse=False)
         self.saved: list[Any] = []
+        waiting = {w.param for w in self.waits.values()}
+        moves = any(plan.on_host(f) for f, family in enumerate(plan.bound.families) if waiting & set(family.params))
+        self.prefetches = moves and bool(plan.options["prefetch"])
         self._classify()
 
     def _body(self, floats, others):
@@ -116,8 +119,8 @@ class LayerPass:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def _fetch(self, stacks, i):
-        """The slices of layer ``i`` of every host stack, on the device, as they are stored."""
-        return {k: jax.device_put(lax.dynamic_slice_in_dim(s, i, 1, 0), DEVICE)[0] for k, s in stacks.items()}
+        """The slices of layer ``i`` of every waiting stack, on the device, as they are stored."""
+        return {k: self.waits[k].near(lax.dynamic_slice_in_dim(s, i, 1, 0))[0] for k, s in stacks.items()}
 
     def _next(self, i, ahead: bool):
         """The layer after ``i`` in the forward (``ahead``) or backward direction, held at the ends."""
@@ -125,8 +128,8 @@ class LayerPass:
         return jnp.clip(i + step, 0, self.shape.length - 1)
 
     def _ahead(self, stacks, i, forward: bool):
-        """The layer after ``i``, fetched while ``i`` is computed; nothing where the plan does not prefetch."""
-        return self._fetch(stacks, self._next(i, forward)) if self.plan.options["prefetch"] else {}
+        """The layer after ``i``, fetched while ``i`` is computed; nothing without a prefetch."""
+        return self._fetch(stacks, self._next(i, forward)) if self.prefetches else {}
 
     def _now(self, fetched, stacks, i):
         """The weights of layer ``i``: fetched an iteration ago, or now."""
@@ -150,7 +153,7 @@ class LayerPass:
             saved = [leaf for leaf, kind in zip(leaves, self.kinds, strict=True) if kind is None]
             return (results[: self.shape.carry], ahead), (results[self.shape.carry :], saved)
 
-        start = list(self.init), self._fetch(stacks, self._first(True)) if self.plan.options["prefetch"] else {}
+        start = list(self.init), self._fetch(stacks, self._first(True)) if self.prefetches else {}
         indices = jnp.arange(self.shape.length, dtype=jnp.int32)
         (carry, _), (ys, self.saved) = lax.scan(body, start, (indices, self.plain), length=self.shape.length, reverse=self.shape.reverse)
         return [*carry, *ys]
@@ -201,7 +204,7 @@ class LayerPass:
         return {
             "ct": ct_carry,
             "consts": [jnp.zeros(c.shape, c.dtype) for c in self.consts if is_float(c)],
-            "weights": weights if self.plan.options["prefetch"] else {},
+            "weights": weights if self.prefetches else {},
             "pending": {k: jnp.zeros_like(weights[k], self._dtype(self.waits[k])) for k in consumed},
             "done": self._masters(weights, consumed, fused),
             "sums": [[*job.sums] for job in fused.jobs],
@@ -250,7 +253,7 @@ class LayerPass:
 
     def _updating(self, fused: Fused, chain, table, given, carry, i, operands):
         """(the layer's weights, the next one's, its derivative, the chain's sums), the update of the layer before beside it."""
-        if fused.jobs and self.plan.options["prefetch"] and self._interleaves:
+        if fused.jobs and self.prefetches and self._interleaves:
             weights = carry["weights"]
             pulled, sums = self._beside(chain, shares_of(fused.jobs, table, given), (weights, *operands))
             return weights, self._ahead(self._stacks(table), i, False), pulled, sums

@@ -32,12 +32,13 @@ DEVICE = jax.memory.Space.Device
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Waiting:
-    """A host parameter that has not been fetched: its stack and the equations to apply to each fetched slice."""
+    """A parameter that is taken layer by layer: its stack (``hosted``: in host memory) and the equations to apply to each layer."""
 
     value: Any
     param: int
     spec: tuple
     mesh: Any
+    hosted: bool
     frozen: bool = False
     chain: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
 
@@ -46,7 +47,11 @@ class Waiting:
 
     def fetch(self, layer=None):
         """The whole parameter, or one ``layer`` of it (without the stacked axis), on the device, ready to use."""
-        return self.prepare(jax.device_put(self.value if layer is None else layer, DEVICE))
+        return self.prepare(self.near(self.value if layer is None else layer))
+
+    def near(self, value):
+        """The stack, or some layers of it, on the device."""
+        return jax.device_put(value, DEVICE) if self.hosted else value
 
     def prepare(self, value):
         """Apply the chain to a fetched value.
@@ -73,21 +78,23 @@ def _bind_resized(eqn, values, waiting: int):
 def planned_loss(plan: Plan, program: Program) -> Callable:
     """``(stored params, extra, batch, key) -> (loss, (aux, new extra))`` with the plan carried out."""
 
+    hosted = frozenset(p for p, e in enumerate(plan.role("parameter")) if e.placement == "host")
+
     def loss(stored_params, extra, batch, key):
-        env = start(plan, program, stored_params, extra, batch, key)
+        env = start(plan, program, hosted, stored_params, extra, batch, key)
         run(plan, program, program.jaxpr.jaxpr.eqns, env)
         return results(program, env)
 
     return loss
 
 
-def start(plan: Plan, program: Program, stored_params, extra, batch, key) -> dict[Any, Any]:
-    """The program's inputs and constants by variable; host parameters wait."""
+def start(plan: Plan, program: Program, waiting: frozenset[int], stored_params, extra, batch, key) -> dict[Any, Any]:
+    """The program's inputs and constants by variable; the parameters that ``waiting`` numbers wait."""
     jaxpr = program.jaxpr.jaxpr
     mesh = plan.abstract_mesh()
     entries = zip(stored_params, plan.role("parameter"), plan.bound.frozen, strict=True)
     given = [
-        Waiting(v, p, e.spec, mesh, frozen) if e.placement == "host" else lax.stop_gradient(v) if frozen else v
+        Waiting(v, p, e.spec, mesh, e.placement == "host", frozen) if p in waiting else lax.stop_gradient(v) if frozen else v
         for p, (v, e, frozen) in enumerate(entries)
     ]
     env = dict(zip(jaxpr.constvars, program.jaxpr.consts, strict=True))
