@@ -9,8 +9,8 @@ at points that share its arithmetic as the chain's steps share their bytes, a ba
 
 What comes after x_k waits for update k, and update k's write and the next read start behind x_k: each runs beside the arithmetic up
 to the next point. Cost: the slices of one leaf more. On Llama-3.1-70B over 8 H100 with its MLP on the host the backward loop is
-forecast at 6.4 s in place of 9.6 s, 4.6 s of it matmuls. Limits: arithmetic is counted in matmuls, those of inner calls included; a
-layer without any runs first.
+forecast at 6.4 s in place of 9.6 s, 4.6 s of it matmuls. Limits: arithmetic is counted in matmuls and attention, those of inner
+calls included; a layer without any runs first.
 """
 
 import math
@@ -21,6 +21,7 @@ from jax import lax
 
 from forebay.runtime.streaming import Job
 from forebay.workload import jaxprs
+from forebay.workload.equations import cost_of
 
 
 def spread(chain: Generator[Any, Any, Any], shares: Sequence[float], program: Any, args: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -62,7 +63,8 @@ def _slice_bytes(job: Job, port: Any, table: dict[Any, Any]) -> int:
 
 def _points(eqns: Sequence[Any], shares: Sequence[float]) -> list[int]:
     """The equation behind which each step ends: the first matmul that completes its share of the arithmetic."""
-    flops = [_flops(eqn) for eqn in eqns]
+    costs = [cost_of(eqn) for eqn in eqns]
+    flops = [cost.flops if cost.kind in ("matmul", "attention") else 0.0 for cost in costs]
     total, done, points = sum(flops), 0.0, []
     left = list(shares)
     for at, count in enumerate(flops):
@@ -71,14 +73,3 @@ def _points(eqns: Sequence[Any], shares: Sequence[float]) -> list[int]:
             points.append(at)
             left.pop(0)
     return points
-
-
-def _flops(eqn: Any) -> float:
-    """Operations of the matmuls in an equation, those of its inner programs included (a loop's once for each iteration)."""
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        shape = eqn.invars[0].aval.shape
-        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[axis] for axis in contracted)
-    times = jaxprs.loop_of(eqn).length if eqn.primitive.name == "scan" else 1
-    inner = jaxprs.subjaxpr(eqn)
-    return times * sum(_flops(e) for e in inner.jaxpr.eqns) if inner is not None else 0.0
