@@ -7,7 +7,6 @@ projection (e4m3, e5m2) with given scales and takes the maximum of each, as dela
 numbers) is left out."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -185,39 +184,3 @@ _narrow_gradient.defvjp(lambda x, s: (x, s), lambda s, g: (_quantised(g, jnp.flo
 
 def _fp8_dot(x, w, scale):
     return _narrow_gradient(_narrow_in(x, scale) @ _narrow_in(w, scale), scale)
-
-
-def streamed_optimizer(bytes_per_device: int, devices: int, layers: int = 48):
-    """A layer-by-layer Adam update in place, its state (float32 mu and nu) on the host: the loop that an offloaded optimizer runs.
-
-    ``bytes_per_device`` is the size of the state there. Parameters and gradients are bfloat16 in HBM.
-    """
-    mesh = AbstractMesh((devices,), ("x",), axis_types=(AxisType.Auto,))
-    columns = 4096
-    rows = math.ceil(bytes_per_device / (2 * 4 * layers * columns)) * devices
-
-    def update(params, mu, nu, grads):
-        def body(i, carry):
-            params, mu, nu = carry
-            g = _read(grads, i).astype(jnp.float32)
-            m, v = jax.device_put((_read(mu, i), _read(nu, i)), jax.memory.Space.Device)
-            m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
-            new = (_read(params, i).astype(jnp.float32) - 3e-4 * m / (jnp.sqrt(v) + 1e-8)).astype(jnp.bfloat16)
-            m, v = jax.device_put((m, v), jax.memory.Space.Host)
-            return _write(params, new, i), _write(mu, m, i), _write(nu, v, i)
-
-        return jax.lax.fori_loop(0, layers, body, (params, mu, nu))
-
-    here = NamedSharding(mesh, P(None, "x"), memory_kind="device")
-    away = here.with_memory_kind("pinned_host")
-    leaf = lambda dtype, where: jax.ShapeDtypeStruct((layers, rows, columns), dtype, sharding=where)  # noqa: E731
-    arguments = (leaf(jnp.bfloat16, here), leaf(jnp.float32, away), leaf(jnp.float32, away), leaf(jnp.bfloat16, here))
-    return jax.jit(update, donate_argnums=(0, 1, 2), out_shardings=(here, away, away)), arguments, mesh
-
-
-def _read(stack, i):
-    return jax.lax.dynamic_index_in_dim(stack, i, 0, keepdims=True)
-
-
-def _write(stack, value, i):
-    return jax.lax.dynamic_update_index_in_dim(stack, value, i, 0)

@@ -42,8 +42,29 @@ def test_a_refit_finds_constants_that_explain_its_rows():
 def test_promises_are_told_kept_or_not():
     validation = importlib.import_module("validation")
     row = {"error": 0.05, "left_out_error": -0.06, "left_out_baseline_error": 0.1}
-    assert all(validation.verdicts([row]).values())
-    assert not any(list(validation.verdicts([{**row, "error": 0.11, "left_out_error": 0.16}]).values())[:3])
+    fast = {"read_and_replay_seconds": 1.0}
+    assert all(validation.verdicts([row], fast).values())
+    assert not any(list(validation.verdicts([{**row, "error": 0.11, "left_out_error": 0.16}], fast).values())[:3])
+    assert not all(validation.verdicts([row, {"not_compiled": "refused"}], fast).values())
+    assert not all(validation.verdicts([row], {"not_compiled": "refused"}).values())
+
+
+def test_a_row_that_does_not_compile_says_so_and_keeps_no_promise(monkeypatch, capsys):
+    offload = importlib.import_module("published_offload")
+    verdict = offload.Verdict(fits=False, reason="too large", hbm=None, host=None, hbm_budget_bytes=1, host_budget_bytes=1)
+    monkeypatch.setattr(offload.fb, "judge", lambda *args, **more: verdict)
+    rows = offload.rows("llama-2-7b")
+    assert [row["not_compiled"] for row in rows] == ["too large"]
+    assert not any(offload.promises(rows).values())
+    offload.show(rows)
+    assert "not compiled: too large" in capsys.readouterr().out
+
+
+def test_the_published_change_of_a_step_is_over_what_it_gives_back():
+    offload = importlib.import_module("published_offload")
+    kept = {"row": offload.MOE, "exposed_seconds": 0.4, "ms_per_gib": 10.9}
+    assert list(offload.promises([kept]).values()) == [True, True, False]
+    assert list(offload.promises([{**kept, "ms_per_gib": 11.1}, {"row": offload.DENSE, "change": 0.03}]).values()) == [True, False, True]
 
 
 @pytest.mark.compiler
