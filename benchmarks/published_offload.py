@@ -83,7 +83,6 @@ def cases() -> Iterator[Case]:
         make=_moe, tokens=moe.batch * moe.seq, flops_per_token=moe.flops_per_token, common={"activation:layer_input": "host"},
     )  # fmt: skip
     yield _dense("llama-3.1-70b", "tpu-v5p:4x4x4", sequences=4)
-    yield _dense("llama-2-7b", "tpu-v5p:2x2x1", sequences=4)
 
 
 def measure(case: Case) -> dict[str, Any]:

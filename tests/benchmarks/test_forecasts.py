@@ -53,7 +53,7 @@ def test_a_row_that_does_not_compile_says_so_and_keeps_no_promise(monkeypatch, c
     offload = importlib.import_module("published_offload")
     verdict = offload.Verdict(fits=False, reason="too large", hbm=None, host=None, hbm_budget_bytes=1, host_budget_bytes=1)
     monkeypatch.setattr(offload.fb, "judge", lambda *args, **more: verdict)
-    rows = offload.rows("llama-2-7b")
+    rows = offload.rows(offload.DENSE)
     assert [row["not_compiled"] for row in rows] == ["too large"]
     assert not any(offload.promises(rows).values())
     offload.show(rows)

@@ -91,6 +91,16 @@ def test_one_lane_is_first_in_first_out():
     assert result.sums["host_copy", "b", "exposed"] == pytest.approx(3)
 
 
+def test_a_copy_is_set_up_while_its_lane_is_busy():
+    slow_to_begin = dataclasses.replace(PLAIN, host_latency_seconds=0.5)
+    begun_together = [copy_in(2, "a"), copy_in(2, "b"), done("a"), done("b")]
+    in_turns = [copy_in(2, "a"), done("a"), copy_in(2, "b"), done("b")]
+    assert replay(begun_together, constants=slow_to_begin).now == pytest.approx(4.5)
+    assert replay(in_turns, constants=slow_to_begin).now == pytest.approx(5)
+    short = [copy_in(0.25, "a"), copy_in(0.25, "b"), done("b")]
+    assert replay(short, constants=slow_to_begin).now == pytest.approx(1), "both are set up at the same time"
+
+
 def test_both_directions_run_together_and_share_what_the_machine_gives():
     apart = replay([copy_in(2), done("c"), copy_out(2), done("o")])
     together = replay([copy_in(2), copy_out(2), done("c"), done("o")])

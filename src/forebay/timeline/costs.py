@@ -2,8 +2,8 @@
 
 Compute is a roofline: the larger of arithmetic over (peak x efficiency at this shape) and bytes over (HBM rate x efficiency), never
 under a kernel's floor. Collectives are latency plus bytes over the slower of NVLink and the network: a group that fills whole nodes
-drives every network port of its nodes, so it is bound by min(link, devices per node x port). Host copies are latency plus bytes
-over the link. What happens when several run at once is not here but in ``rates`` and ``replay``."""
+drives every network port of its nodes, so it is bound by min(link, devices per node x port). Host copies are bytes over the link,
+behind a setup that does not hold the lane. What happens when several run at once is not here but in ``rates`` and ``replay``."""
 
 import math
 from dataclasses import dataclass
@@ -25,18 +25,20 @@ _DTYPES = {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "f64": "fp64", "s8": "i
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
     """``seconds`` alone on ``lane`` at its full rate; ``domain`` names the wires of a collective; ``bytes`` are those of the lane's own
-    medium. ``pace`` is the share of the lane's rate that this work can take at most."""
+    medium. ``pace`` is the share of the lane's rate that this work can take at most; ``setup_seconds`` pass between its issue and its first
+    byte, also while the lane still moves what was issued before."""
 
     lane: str
     seconds: float
     bytes: float = 0.0
     domain: str = ""
     pace: float = 1.0
+    setup_seconds: float = 0.0
 
     @property
     def alone_seconds(self) -> float:
         """Seconds with nothing else on the machine."""
-        return self.seconds / self.pace
+        return self.setup_seconds + self.seconds / self.pace
 
 
 class Costs:
@@ -161,8 +163,8 @@ class Costs:
         read, written = traffic.host_read, traffic.host_written
         seconds = self._host_seconds("to_device", read) + self._host_seconds("to_host", written)
         return Cost(
-            lane="to_host" if written else "to_device", seconds=self.constants.host_latency_seconds + seconds, bytes=read + written,
-            pace=self.constants.host_kernel_efficiency if work.by_kernel else 1.0,
+            lane="to_host" if written else "to_device", seconds=seconds, bytes=read + written,
+            pace=self.constants.host_kernel_efficiency if work.by_kernel else 1.0, setup_seconds=self.constants.host_latency_seconds,
         )  # fmt: skip
 
     def _host_seconds(self, direction: str, count: float) -> float:

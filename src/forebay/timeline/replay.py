@@ -26,15 +26,17 @@ MAX_DEPTH = 64
 STEADY_AFTER = 64
 """Iterations after which a loop is taken as steady even if its iterations still differ (by their last duration)."""
 _SAME = 1e-9
+_INSTANT = 1e-12
 
 
 @dataclass(slots=True)
 class Transfer:
-    """A transfer in a lane's queue. ``left`` is in seconds-alone."""
+    """A transfer in a lane's queue. ``left`` is in seconds-alone; its first byte moves at ``ready`` at the earliest."""
 
     work: Work
     cost: Cost
     left: float
+    ready: float
     begun: float | None = None
 
 
@@ -124,7 +126,7 @@ class Replay:
         if cost.lane == "compute":
             self._compute(work, cost)
             return
-        transfer = Transfer(work, cost, cost.seconds)
+        transfer = Transfer(work, cost, left=cost.seconds, ready=self.now + cost.setup_seconds)
         self.queues.setdefault(cost.lane, deque()).append(transfer)
         if work.asynchronous:
             started[work.name] = transfer
@@ -185,10 +187,14 @@ class Replay:
             self._add((transfer.work.kind, transfer.work.name, "exposed"), exposed)
 
     def _busy(self) -> list[str]:
-        return [lane for lane, queue in self.queues.items() if queue]
+        """The lanes that move bytes now; the head of another may still be set up."""
+        return [lane for lane, queue in self.queues.items() if queue and queue[0].ready <= self.now + _INSTANT]
 
     def _next_end(self, busy: list[str]) -> float:
-        return min((self.queues[lane][0].left / self._rate(lane, busy) for lane in busy), default=float("inf"))
+        """Seconds until the head of a lane ends, or begins."""
+        ends = [self.queues[lane][0].left / self._rate(lane, busy) for lane in busy]
+        begins = [queue[0].ready - self.now for lane, queue in self.queues.items() if queue and lane not in busy]
+        return min((*ends, *begins), default=float("inf"))
 
     def _rate(self, lane: str, busy: list[str]) -> float:
         """Seconds-alone that pass per second for the head of ``lane``: what its lane has, or what it can take."""
