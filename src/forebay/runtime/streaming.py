@@ -2,7 +2,8 @@
 
 Idea: every array that changes is a carry of one ``fori_loop``, on its own memory. An iteration visits the slices of each
 leaf in turn; a barrier lets the next leaf's read begin once this leaf's update is done, so that it runs beside this leaf's
-write. Reads and writes of one buffer never cross, so no host-to-host copy appears:
+write, and once the write of the leaf before is done: left free, XLA:TPU reads all leaves first and then writes them all.
+Reads and writes of one buffer never cross, so no host-to-host copy appears:
 
     loop i:   for each leaf k:  current = fetch(leaf k, i)                          <- runs beside the write of leaf k-1
                                 new = barrier(update(current))
@@ -130,8 +131,8 @@ def steps(
 ) -> Generator[Any, Any, list[list[Any]]]:
     """``visit`` as a generator, with a step for each job.
 
-    A step yields what its update made and the host stacks that the next job reads, and is sent the same behind a barrier: the write and
-    the next reads start behind that, side by side. Behind the last job those are the reads ``after``. The barrier stands on the stacks,
+    A step yields what its update made, the host stacks that the next job reads and those that the job before wrote, and is sent the same
+    behind a barrier: the write and the next reads start behind that, side by side. Behind the last job those are the reads ``after``. The barrier stands on the stacks,
     not on the index: XLA does not see through an index behind a barrier, and makes the read a kernel over the link instead of a copy.
     ``fetched``: what the first job reads from the host, fetched by the turn before; another job may read other slices of these arrays.
     """
@@ -146,7 +147,8 @@ def steps(
             new, partial = _unless(live, job, current, new, partial)
         last = k + 1 == len(jobs)
         following = [port for port in jobs[k + 1].reads if port.host and port.slot not in given] if not last else after
-        slots = [port.slot for port in following]
+        written = [port for port in jobs[k - 1].writes if port.host] if k and not last else []
+        slots = list(dict.fromkeys(port.slot for port in (*following, *written)))
         (new, partial), stacks = yield (new, partial), [table[slot] for slot in slots]
         table.update(zip(slots, stacks, strict=True))
         for port, value in zip(job.writes, new, strict=True):
