@@ -136,6 +136,38 @@ def cond_around_the_users_own_offload(_mesh) -> Program:
     return Program(loss_fn=loss, params=weights(LAYERS), batch=rows())
 
 
+def cond_in_the_layer_around_the_users_own_offload(_mesh) -> Program:
+    return Program(loss_fn=lambda p, b: jnp.mean(scanned(b, p, either(own_offload(layer))) ** 2), params=weights(LAYERS), batch=rows())
+
+
+def cond_in_the_layer_inside_the_users_own_offload(_mesh) -> Program:
+    return Program(loss_fn=lambda p, b: jnp.mean(scanned(b, p, own_offload(either(layer))) ** 2), params=weights(LAYERS), batch=rows())
+
+
+def either(step):
+    """``step``, or nothing, by what the first row holds."""
+    return lambda x, w: jax.lax.cond(x[0, 0, 0] > 0, lambda x: step(x, w), lambda x: x, x)
+
+
+def written_out_with_the_users_own_offload(_mesh) -> Program:
+    def loss(params, batch):
+        for w in params:
+            batch = own_offload(layer)(batch, w)
+        return jnp.mean(batch**2)
+
+    return Program(loss_fn=loss, params=[weights() for _ in range(LAYERS)], batch=rows())
+
+
+def shard_map_around_the_users_own_offload(mesh) -> Program:
+    spec, whole = jax.sharding.PartitionSpec("fsdp"), jax.sharding.PartitionSpec()
+
+    def loss(params, batch):
+        run = jax.shard_map(lambda x, stack: scanned(x, stack, own_offload(layer)), mesh=mesh, in_specs=(spec, whole), out_specs=spec)
+        return jnp.mean(run(batch, params) ** 2)
+
+    return Program(loss_fn=loss, params=weights(LAYERS), batch=rows())
+
+
 def length_one(_mesh) -> Program:
     return Program(loss_fn=lambda p, b: jnp.mean(scanned(b, p) ** 2), params=weights(1), batch=rows())
 
@@ -235,9 +267,11 @@ PROGRAMS = {
     name.__name__.replace("_", " "): name
     for name in (
         flat, rematerialised, nested, nested_in_checkpoint, nested_around_the_users_own_offload, nested_inside_the_users_own_offload,
-        length_one, unroll_two, unroll_two_with_the_users_own_offload, written_out, cond_in_the_layer, cond_around_the_layers,
-        cond_around_the_users_own_offload, shard_map_in_the_loss, tiny_minor_axis, tiny_named_activation, fp8_parameters, fp8_activation,
-        int4_activation, int4_parameters, int4_beside_the_parameters,
+        length_one, unroll_two, unroll_two_with_the_users_own_offload, written_out, written_out_with_the_users_own_offload,
+        cond_in_the_layer, cond_around_the_layers, cond_around_the_users_own_offload, cond_in_the_layer_around_the_users_own_offload,
+        cond_in_the_layer_inside_the_users_own_offload, shard_map_in_the_loss, shard_map_around_the_users_own_offload,
+        tiny_minor_axis, tiny_named_activation, fp8_parameters, fp8_activation, int4_activation, int4_parameters,
+        int4_beside_the_parameters,
     )
 }  # fmt: skip
 DONATION = "donated device to host"

@@ -55,7 +55,13 @@ def draft(
     on_host = any(e.placement == "host" for e in entries)
     devices, hosts = (hardware.devices, hardware.hosts) if hardware is not None else (1, 1)
     compiler, reasons = compiler_options(platform, hosted=on_host, devices=devices, hosts=hosts)
-    merged = {"microbatches": 1, "prefetch": 1, "whole_below_bytes": WHOLE_BELOW_BYTES, "reasons": list(reasons), **options}
+    merged = {
+        "microbatches": 1,
+        "prefetch": 1,
+        "whole_below_bytes": WHOLE_BELOW_BYTES,
+        "reasons": [*reasons, *work.program.changed],
+        **options,
+    }
     return Draft(work=work, mesh=mesh, entries=entries, options=merged | {"compiler": compiler | dict(options.get("compiler", {}))})
 
 

@@ -10,8 +10,7 @@ before anything touches it; the body is rematerialised under a policy that names
 Cost: one copy of each layer's slice to the device in the forward and one in the backward pass; the cotangent of a slice
 leaves by the same door, so the gradient of a host stack is written to the host layer by layer.
 Limits: a host parameter used outside loops is fetched whole at its first use. A loop that is unrolled (``unroll > 1``) is
-rolled up, and a loop inside another loop or checkpoint is left as the user wrote it: XLA refuses such offloads. Where the user's own
-policy offloads in such a place, the outer body is rematerialised around it, which XLA compiles (openxla/xla; MaxText 4995).
+rolled up, and a loop inside another loop or checkpoint is left as the user wrote it: XLA refuses such offloads (``own_offload``).
 """
 
 import dataclasses
@@ -23,7 +22,6 @@ from jax import lax
 
 from forebay.plan import Plan
 from forebay.workload import jaxprs, residuals, slicing
-from forebay.workload.own_offload import refused_as_written
 from forebay.workload.program import LayerLoop, Program, follows
 from forebay.workload.sharding import named
 
@@ -171,7 +169,7 @@ def _planned_loop(plan, loop: LayerLoop, values, done):
     waits = [v if isinstance(v, Waiting) else None for v in values[head:]]
     wanted = placements(plan, loop)
     written = {r.mark: r.written for r in loop.body.residuals}
-    if wanted == written and not any(waits) and not refused_as_written(shape):
+    if wanted == written and not any(waits):
         return jaxprs.bind(loop.equation, values)
     fixed, init = values[: shape.consts], values[shape.consts : head]
     kept, policy = checkpointing(plan, loop, any(waits))

@@ -7,8 +7,8 @@ A checkpoint policy sees no value inside such an equation that bears no name, so
                               backward  pullback(dy)
 
 Only operands that depend on trained parameters are differentiated. Where everything saved is an operand or has a name already, the
-equation is left as it is. Cost: one more trace of the equation. Limits: reverse mode only, which is all that a planned loss is
-differentiated by; equations with effects are left alone.
+equation is left as it is. Cost: one more trace of the equation. Limits: what the user's own policy has put in host memory gets no name;
+reverse mode only, which is all that a planned loss is differentiated by; equations with effects are left alone.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ def survey(eqn, active: Sequence[bool]) -> Saved:
     leaves, seen = [], set()
     for number, v in enumerate(traced.outvars[len(eqn.outvars) :]):
         value = _unnamed(v, made)
-        if value is None or value in seen or _given(value, made):
+        if value is None or value in seen or _given(value, made) or _on_host(v):
             continue
         seen.add(value)
         name = made[v].params["name"] if made[v].primitive.name == "name" else ""
@@ -75,6 +75,10 @@ def _unnamed(v, made):
     while not jaxprs.is_literal(v) and v in made and made[v].primitive.name == "name":
         v = made[v].invars[0]
     return None if jaxprs.is_literal(v) else v
+
+
+def _on_host(v: Any) -> bool:
+    return v.aval.memory_space == jax.memory.Space.Host
 
 
 def _given(v, made) -> bool:

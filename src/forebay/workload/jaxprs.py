@@ -26,9 +26,9 @@ def is_literal(atom) -> TypeGuard[core.Literal]:
     return isinstance(atom, core.Literal)
 
 
-def bind(eqn, args: Sequence[Any]) -> list[Any]:
-    """Evaluate one equation on ``args`` under the source line and names it was written with; always a list."""
-    bound = eqn.primitive.get_bind_params(eqn.params)
+def bind(eqn, args: Sequence[Any], params: Any = None) -> list[Any]:
+    """Evaluate one equation on ``args`` under the source line and names it was written with, or with other ``params``; always a list."""
+    bound = eqn.primitive.get_bind_params(eqn.params if params is None else params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
     info = eqn.source_info
     names = source_info_util.current_name_stack() + info.name_stack

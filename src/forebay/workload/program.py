@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from forebay.errors import InputError
-from forebay.workload import activity, jaxprs, repeats, residuals, roll, slicing
+from forebay.workload import activity, jaxprs, own_offload, repeats, residuals, roll, slicing
 from forebay.workload.marking import Origin
 from forebay.workload.names import leaf_names
 
@@ -47,7 +47,7 @@ class LayerLoop:
 class Program:
     """``jaxpr``: (stored params, extra, batch[, key]) flat -> (loss, aux, new extra) flat.
 
-    ``whole[p]``: the stored parameter p is also used outside loops.
+    ``whole[p]``: the stored parameter p is also used outside loops. ``changed``: what of the user's own offloads could not stay as written.
     """
 
     jaxpr: Any
@@ -56,6 +56,7 @@ class Program:
     loops: tuple[LayerLoop, ...]
     whole: tuple[bool, ...]
     notes: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
 
     def loop_at(self, eqn) -> LayerLoop | None:
         return next((loop for loop in self.loops if loop.equation is eqn), None)
@@ -109,9 +110,11 @@ def build(loss_fn: Callable, args: Arguments, mesh=None, specs: tuple | None = N
         _check_loss(traced)
         count = len(jax.tree.leaves(args.params))
         rolled, stored, notes = _rolled(jaxprs.inline(traced), count, specs or (None,) * count, leaf_names(args.params))
-        whole_program = jaxprs.inline(rolled)
+        whole_program, changed = own_offload.compilable(jaxprs.inline(rolled))
         loops, whole = _loops(whole_program, len(stored))
-    return Program(jaxpr=whole_program, stored=stored, out_tree=out_tree, loops=loops, whole=whole, notes=notes)
+    return Program(
+        jaxpr=whole_program, stored=stored, out_tree=out_tree, loops=loops, whole=whole, notes=notes, changed=changed
+    )  # fmt: skip
 
 
 def _standing_on(mesh, leaf):
