@@ -3,9 +3,10 @@
     python benchmarks/fuzz.py [--inputs N] [--seed N] [--only TEXT] [--results FOLDER] [--keep FOLDER]
 
 Inputs are mutations of real files: a plan.json with a verdict and a forecast, a run's config.json, Hugging Face config.json, a machine's
-record, an entry of the compile cache, a checkpoint's record, scheduled HLO of both compilers (``mutations.py`` says how). What is
-accepted is also used: a plan is bound to its model and printed, a schedule is replayed. Any other exception than ForebayError, and an
-input that takes more than a second of processor time, is a finding: it is written to the folder of ``--keep``, and the exit code is 1.
+record, an entry of the compile cache, a checkpoint's record, scheduled HLO of both compilers, logs of runs that ran out of memory
+(``mutations.py`` says how). What is accepted is also used: a plan is bound to its model and printed, a schedule is replayed, a peak
+explained. Any other exception than ForebayError, and an input that takes more than a second of processor time, is a finding: it is
+written to the folder of ``--keep``, and the exit code is 1.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import datetime
 import gzip
 import json
 import random
+import re
 import resource
 import signal
 import sys
@@ -33,7 +35,8 @@ import forebay as fb
 from forebay.errors import ForebayError
 
 INPUTS, SECONDS, STUCK_SECONDS, WARM_UP = 10_000, 1.0, 20, 300
-FIXTURES = Path(__file__).parents[1] / "tests" / "timeline" / "fixtures"
+TESTS = Path(__file__).parents[1] / "tests"
+FIXTURES, LOGS = TESTS / "timeline" / "fixtures", TESTS / "trust" / "fixtures"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +134,7 @@ def targets(folder: Path) -> tuple[Target, ...]:
         Target(name="compile cache", samples=(_cache_entry(),), mutate=mutated_bytes, use=lambda data: _use_cache(folder, data)),
         Target(name="checkpoint record", samples=(CHECKPOINT,), mutate=mutated_json, use=_use_checkpoint),
         Target(name="HLO", samples=_schedules(), mutate=mutated_hlo, use=_use_hlo),
+        Target(name="log of a run out of memory", samples=_logs(), mutate=mutated_hlo, use=_use_log),
     )
 
 
@@ -284,15 +288,25 @@ def _use_hlo(data: bytes) -> None:
     from forebay.compiler.hlo import read_hlo
 
     text = data.decode(errors="replace")
-    devices = "h100-sxm:8" if "num_partitions=8" in text else "h100-sxm:1"
+    count = re.search(r"num_partitions=([1248])\b", text)
     problem = None
     try:
-        fb.predict(text, fb.Hardware.named(devices))
+        fb.predict(text, fb.Hardware.named(f"h100-sxm:{count.group(1) if count else 1}"))
     except ForebayError as error:
         problem = error
     read_hlo(text)
+    with contextlib.suppress(ForebayError):  # what a schedule is refused for is told below
+        str(fb.explain_oom(text)).encode()
     if problem is not None:
         raise problem
+
+
+def _logs() -> tuple[str, ...]:
+    return tuple(path.read_text() for path in sorted(LOGS.glob("oom_*.log")))
+
+
+def _use_log(data: bytes) -> None:
+    str(fb.explain_oom(data.decode(errors="replace"))).encode()
 
 
 def main(argv: list[str]) -> int:
@@ -308,7 +322,7 @@ def main(argv: list[str]) -> int:
         outcomes = [run(t, given.inputs // len(chosen), given.seed) for t in chosen]
     for o in outcomes:
         grown = f"{o.grown_bytes / 2**20:+.1f} MiB"
-        print(f"{o.target:18} {o.inputs:6} inputs {o.used:6} used {o.refused:6} refused, slowest {o.slowest_seconds:.3f} s, {grown}")
+        print(f"{o.target:26} {o.inputs:6} inputs {o.used:6} used {o.refused:6} refused, slowest {o.slowest_seconds:.3f} s, {grown}")
         for finding in o.findings:
             print(f"  {finding.number}: {finding.what}")
             if given.keep:

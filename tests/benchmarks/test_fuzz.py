@@ -7,7 +7,16 @@ import pytest
 
 SEEDS = Path(__file__).parent / "fuzz_seeds"
 INPUTS = 40
-NAMES = ("plan.json", "run config.json", "model config.json", "machine record", "compile cache", "checkpoint record", "HLO")
+NAMES = (
+    "plan.json",
+    "run config.json",
+    "model config.json",
+    "machine record",
+    "compile cache",
+    "checkpoint record",
+    "HLO",
+    "log of a run out of memory",
+)
 
 
 @pytest.fixture(scope="module")

@@ -89,7 +89,7 @@ def test_an_async_start_takes_the_kind_of_what_it_wraps(module):
     callee = """
         %inner (p0: f32[64]) -> f32[8] {
           %p0 = f32[64]{0} parameter(0)
-          ROOT %r = f32[8]{0} reduce-scatter(%p0), replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%inner
+          ROOT %r = f32[8]{0} reduce-scatter(%p0), replica_groups=[1,8]<=[8], dimensions={0}
         }"""
     text = module(
         "%a = f32[64]{0} parameter(0)\n%s = ((f32[64]{0}), f32[8]{0}, s32[]) async-start(%a), calls=%inner\n"
@@ -130,7 +130,7 @@ def test_a_tpu_all_reduce_that_keeps_a_slice_is_a_reduce_scatter(module):
     callee = """
         %fused (p0: f32[64]) -> f32[8] {
           %p0 = f32[64]{0} parameter(0)
-          %r = f32[64]{0} all-reduce(%p0), replica_groups=[1,8]<=[8], to_apply=%fused
+          %r = f32[64]{0} all-reduce(%p0), replica_groups=[1,8]<=[8]
           %i = s32[] constant(0)
           ROOT %s = f32[8]{0} dynamic-slice(%r, %i), dynamic_slice_sizes={8}
         }"""

@@ -17,6 +17,7 @@ _TWO = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul,
         "or": operator.or_}  # fmt: skip
 _COMPARE = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne}
 _OPERANDS = dict.fromkeys(_SAME, 1) | dict.fromkeys(_TWO, 2) | {"negate": 1, "compare": 2, "select": 3, "clamp": 3}
+_MOST_STEPS, _DEEPEST = 2000, 100
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,13 +54,11 @@ def misplaced(module: Module, started: Instruction, loop: Loop) -> bool:
         if line is None:
             continue
         for turn in turns:
-            counter = (loop.position, loop.first + turn * loop.step)
+            scalars = _Scalars(module, (loop.position, loop.first + turn * loop.step))
             given = {
-                name: _value(module, started.operands[number], {}, counter)
-                for name, number in numbers.items()
-                if number < len(started.operands)
+                name: scalars.value(started.operands[number], {}) for name, number in numbers.items() if number < len(started.operands)
             }
-            if _offset(module, item, given, counter) != line[0] + turn * line[1]:
+            if _offset(scalars, item, given) != line[0] + turn * line[1]:
                 return True
     return False
 
@@ -79,14 +78,20 @@ def _annotation(item: Instruction) -> tuple[int, int] | None:
     return (int(numbers.group(1)), int(numbers.group(2))) if numbers else None
 
 
-def _offset(module: Module, item: Instruction, given: dict, counter: tuple[int, int]) -> int | None:
+def _offset(scalars: "_Scalars", item: Instruction, given: dict) -> int | None:
     """The first byte that the slice touches: each index times the bytes of one step along its axis."""
-    item_bytes, dimensions = shape_of(module.type_of(item.operands[0]))
-    indices = item.operands[2:] if item.opcode == "dynamic-update-slice" else item.operands[1:]
-    sizes = shape_of(item.result if item.opcode == "dynamic-slice" else module.type_of(item.operands[1]))[1]
+    update = item.opcode == "dynamic-update-slice"
+    if len(item.operands) <= update:
+        return None
+    types = scalars.module.type_of
+    item_bytes, dimensions = shape_of(types(item.operands[0]))
+    indices = item.operands[2:] if update else item.operands[1:]
+    sizes = shape_of(types(item.operands[1]) if update else item.result)[1]
+    if not len(indices) == len(dimensions) == len(sizes):
+        return None
     total = 0
     for axis, name in enumerate(indices):
-        value = _value(module, name, given, counter)
+        value = scalars.value(name, given)
         if value is None:
             return None
         within = min(max(value, 0), dimensions[axis] - sizes[axis])  # a dynamic slice never leaves its array
@@ -94,28 +99,48 @@ def _offset(module: Module, item: Instruction, given: dict, counter: tuple[int, 
     return total
 
 
-def _value(module: Module, name: str, given: dict, counter: tuple[int, int]):
-    if name in given:
-        return given[name]
-    found = module.by_name.get(name)
-    if found is None:
-        return None
-    if found.opcode == "constant":
-        return _constant(found)
-    if not found.operands:
-        return None
-    if found.opcode == "get-tuple-element":
-        source = module.by_name.get(found.operands[0])
-        if source is None or source.opcode != "parameter":
+class _Scalars:
+    """Values of the scalar instructions of a loop's body in one turn. ``counter`` is the place of the loop's counter in the carry, and
+    its value. What takes too long to follow, or leads back to itself, is unknown."""
+
+    def __init__(self, module: Module, counter: tuple[int, int]):
+        self.module, self.counter, self.left = module, counter, _MOST_STEPS
+
+    def value(self, name: str, known: dict, depth: int = 0):
+        """The value of ``name``, None where it is unknown. ``known``: the computation's parameters and what was worked out already."""
+        self.left -= 1
+        if name not in known:
+            known[name] = None  # while it is worked out
+            found = self.module.by_name.get(name)
+            value = None if found is None or depth > _DEEPEST or self.left < 0 else self._work_out(found, known, depth + 1)
+            known[name] = value if value is not None and abs(value) < 2**63 else None
+        return known[name]
+
+    def _work_out(self, found: Instruction, known: dict, depth: int):
+        if found.opcode == "constant":
+            return _constant(found)
+        if not found.operands:
             return None
-        return counter[1] if int(first_match(r"index=(\d+)", found.line).group(1)) == counter[0] else None
-    values = [_value(module, operand, given, counter) for operand in found.operands]
-    return None if None in values else _apply(module, found, values, counter)
+        if found.opcode == "get-tuple-element":
+            source = self.module.by_name.get(found.operands[0])
+            if source is None or source.opcode != "parameter":
+                return None
+            return self.counter[1] if int(first_match(r"index=(\d+)", found.line).group(1)) == self.counter[0] else None
+        values = [self.value(operand, known, depth) for operand in found.operands]
+        if None in values or len(values) != _OPERANDS.get(found.opcode, len(values)):
+            return None
+        return self._inside(found, values, depth) if found.opcode in ("fusion", "call") else _apply(found, values)
+
+    def _inside(self, found: Instruction, values: list, depth: int):
+        inside = self.module.called_by(found)
+        root = next((item for item in inside if item.line.lstrip().startswith("ROOT ")), None)
+        if root is None:
+            return None
+        numbers = _parameters(inside)
+        return self.value(root.name, {name: values[number] for name, number in numbers.items() if number < len(values)}, depth)
 
 
-def _apply(module: Module, found: Instruction, values: list, counter: tuple[int, int]):
-    if len(values) != _OPERANDS.get(found.opcode, len(values)):
-        return None
+def _apply(found: Instruction, values: list):
     if found.opcode in _SAME:
         return values[0]
     if found.opcode in _TWO:
@@ -123,23 +148,10 @@ def _apply(module: Module, found: Instruction, values: list, counter: tuple[int,
     if found.opcode == "negate":
         return -values[0]
     if found.opcode == "compare":
-        return _COMPARE[first_match(r"direction=(\w+)", found.line).group(1)](*values)
+        return _COMPARE[first_match(r"direction=(EQ|NE|LT|LE|GT|GE)", found.line).group(1)](*values)
     if found.opcode == "select":
         return values[1] if values[0] else values[2]
-    if found.opcode == "clamp":
-        return min(max(values[0], values[1]), values[2])
-    if found.opcode in ("fusion", "call"):
-        return _inside(module, found, values, counter)
-    return None
-
-
-def _inside(module: Module, found: Instruction, values: list, counter: tuple[int, int]):
-    inside = module.called_by(found)
-    root = next((item for item in inside if item.line.lstrip().startswith("ROOT ")), None)
-    if root is None:
-        return None
-    numbers = _parameters(inside)
-    return _value(module, root.name, {name: values[number] for name, number in numbers.items() if number < len(values)}, counter)
+    return min(max(values[0], values[1]), values[2]) if found.opcode == "clamp" else None
 
 
 def _constant(found: Instruction):

@@ -5,6 +5,7 @@ import math
 import re
 
 from forebay.errors import InputError
+from forebay.records.reading import LARGEST_INTEGER, check_digits
 
 ARRAY = re.compile(r"(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -62,6 +63,7 @@ class Module:
 
 def read_lines(text: str) -> Module:
     """The lines of ``text``, one HLO module."""
+    check_digits(text)
     computation, entry, instructions = "", "", []
     for line in text.splitlines():
         if not line.startswith(" "):
@@ -91,6 +93,8 @@ def array_bytes(dtype: str, dimensions: str) -> int:
         return 0
     bits = 8 if dtype == "pred" else int(first_match(r"\d+", dtype).group())
     count = math.prod(int(part) for part in re.findall(r"\d+", dimensions))
+    if bits * count > LARGEST_INTEGER:
+        raise InputError(f"this is not HLO as XLA writes it: an array of {dimensions} elements is larger than any memory")
     return -(-bits * count // 8)
 
 

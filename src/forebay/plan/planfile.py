@@ -115,7 +115,7 @@ def fields(data: dict[str, Any], path: str) -> dict[str, Any]:
     _known(_Summary, made["workload"], f"{path}: workload")
     _known(_Options, made["options"], f"{path}: options")
     if made["hardware"] is not None:
-        Hardware.from_json(made["hardware"])
+        made["hardware"] = Hardware.from_json(made["hardware"]).to_json()
     if made["forecast"] is not None:
         _whose(path, "forecast", lambda: Forecast.from_json(made["forecast"]))
     made["candidates"] = tuple(made["candidates"] or ())

@@ -43,3 +43,4 @@ class Entry:
         assert self.placement in LEGAL[self.role], f"{self.name} cannot stand in {self.placement!r}"
         assert self.name.startswith(self.role + ":"), f"{self.name!r} is not the name of a tensor of role {self.role}"
         assert self.bytes_per_device >= 0 and all(n >= 0 for n in self.shape), f"{self.name} has a negative size"
+        assert (self.exposed_ms is None) == (self.ms_per_gib is None), f"{self.name} has only one of exposed_ms and ms_per_gib"

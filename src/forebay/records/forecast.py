@@ -80,6 +80,8 @@ class Forecast:
 
     def __post_init__(self):
         assert self.low_seconds <= self.step_seconds <= self.high_seconds, (self.low_seconds, self.step_seconds, self.high_seconds)
+        for lane, columns in self.picture.items():
+            assert all(0 <= share <= 1 for share in columns), f"the columns of {lane} are not all from 0 to 1"
 
     @property
     def exposed_ms_per_gib(self) -> float:

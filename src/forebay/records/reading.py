@@ -14,6 +14,7 @@ import functools
 import json
 import math
 import pathlib
+import re
 import types
 import typing
 from typing import Any
@@ -24,7 +25,9 @@ from forebay.units import show_bytes
 LIMIT_BYTES = 16 * 2**20
 LIMIT_DEPTH = 32
 LIMIT_VALUES = 10**6
+LIMIT_DIGITS = 100
 LARGEST_INTEGER = 2**63 - 1
+_LONG_NUMBER = re.compile(rf"\d{{{LIMIT_DIGITS}}}")
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
 _NUMBERS = (int, float)
 
@@ -66,6 +69,12 @@ def parse(text: str) -> Any:
         raise Unreadable(f"it is not JSON: {problem}") from None
     _check(value)
     return value
+
+
+def check_digits(text: str) -> None:
+    """Refuse a text, of any form, with a number that Python will not read. Raises Unreadable."""
+    if _LONG_NUMBER.search(text):
+        raise Unreadable(f"it holds a number of more than {LIMIT_DIGITS} digits")
 
 
 def _no_constant(name: str):

@@ -32,7 +32,7 @@ _PRODUCTS = frozenset({"dot", "convolution"})
 
 
 def classify(module: Module) -> Program:
-    """The program of a scheduled module. Raises HloSyntaxError for a module without a schedule or a call to a missing computation."""
+    """The program of a scheduled module. Raises HloSyntaxError for a module without a schedule."""
     if not module.scheduled:
         raise HloSyntaxError(
             f"the module {module.name!r} has no schedule (is_scheduled is not set): pass the text of the *compiled* program, "
@@ -45,12 +45,9 @@ def classify(module: Module) -> Program:
         name = waiting.pop()
         if name in done:
             continue
-        if name not in module.computations:
-            raise HloSyntaxError(f"the schedule calls the computation {name!r}, which the module does not hold")
         inside = module.computations[name]
         done[name] = tuple(_checked(i, inside, module, trips) for i in inside.instructions)
         waiting += [c for work in done[name] for c in work.callees]
-    _refuse_cycles(done, module.entry)
     return Program(entry=module.entry, devices=module.devices, computations=done)
 
 
@@ -61,22 +58,6 @@ def _checked(instruction: Instruction, inside: Computation, module: Module, trip
     except (KeyError, IndexError, ValueError) as error:
         where = f"HLO line {instruction.line}: {instruction.opcode} {instruction.name!r}"
         raise HloSyntaxError(f"{where} lacks something that it needs to be costed ({type(error).__name__}: {error})") from error
-
-
-def _refuse_cycles(computations: dict[str, tuple[Work, ...]], entry: str) -> None:
-    """HLO calls form no cycle; a text that has one would never end."""
-    state: dict[str, int] = {}
-    stack = [(entry, False)]
-    while stack:
-        name, leaving = stack.pop()
-        if leaving:
-            state[name] = 2
-        elif state.get(name) == 1:
-            raise HloSyntaxError(f"the computation {name!r} calls itself")
-        elif state.get(name) is None:
-            state[name] = 1
-            stack.append((name, True))
-            stack += [(c, False) for work in computations[name] for c in work.callees if state.get(c) != 2]
 
 
 def _work(instruction: Instruction, inside: Computation, module: Module) -> Work:

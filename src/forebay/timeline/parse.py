@@ -10,14 +10,17 @@ Cost: linear in the text (about 10 MB a second in CPython). Limits: 512 MiB of t
 """
 
 import functools
+import graphlib
 import json
 import re
 from dataclasses import dataclass, field
 
+from forebay.records.reading import check_digits
 from forebay.timeline.shapes import HloSyntaxError, Shape, parse_shape, read_shape
 
 MAX_TEXT_BYTES = 512 * 2**20
 MAX_INSTRUCTIONS = 4_000_000
+MAX_NESTED = 200
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-$]+)(?: \(.*\) -> .*)? \{\Z")
 _INSTRUCTION = re.compile(r"(ROOT )?%?([\w.\-$]+) = ")
@@ -111,6 +114,7 @@ def parse_hlo(text: str) -> Module:
     """The typed module of an HLO text. Raises HloSyntaxError with the line where the text does not follow the grammar."""
     if len(text) > MAX_TEXT_BYTES:
         raise HloSyntaxError(f"HLO text of {len(text)} bytes is over the limit of {MAX_TEXT_BYTES}; was it dumped with large constants?")
+    check_digits(text)
     lines = text.splitlines()
     start = next((n for n, line in enumerate(lines) if line.startswith("HloModule ")), None)
     if start is None:
@@ -119,6 +123,7 @@ def parse_hlo(text: str) -> Module:
     computations, entry = _computations(lines, start + 1)
     if entry is None:
         raise HloSyntaxError("the module has no ENTRY computation; is the text cut short?")
+    _check_calls(computations)
     return Module(
         name=lines[start].removeprefix("HloModule ").partition(",")[0].strip(),
         scheduled=header.get("is_scheduled") == "true",
@@ -164,16 +169,34 @@ def _computations(lines: list[str], first: int) -> tuple[dict[str, Computation],
     return computations, entry
 
 
+def _check_calls(computations: dict[str, Computation]) -> None:
+    """Refuse a call of what the text does not hold, calls in a circle, and calls nested deeper than any program's."""
+    calls = {name: {c for i in inside.instructions for c in i.callees} for name, inside in computations.items()}
+    for name, callees in calls.items():
+        if missing := callees - computations.keys():
+            raise HloSyntaxError(f"the computation {name!r} calls {min(missing)!r}, which the module does not hold")
+    depth: dict[str, int] = {}
+    try:
+        for name in graphlib.TopologicalSorter(calls).static_order():
+            depth[name] = 1 + max((depth[c] for c in calls[name]), default=0)
+            if depth[name] > MAX_NESTED:
+                raise HloSyntaxError(f"computations are nested more than {MAX_NESTED} deep (at {name!r})")
+    except graphlib.CycleError as error:
+        raise HloSyntaxError(f"the computation {error.args[1][0]!r} calls itself") from None
+
+
 def _computation(name: str, body: list[Instruction], line: int) -> Computation:
     if not body:
         raise HloSyntaxError(f"HLO line {line}: the computation {name!r} is empty")
-    by_name = {i.name: i for i in body}
-    if len(by_name) != len(body):
-        raise HloSyntaxError(f"HLO line {line}: the computation {name!r} defines a name twice")
+    by_name: dict[str, Instruction] = {}
     for instruction in body:
         for operand in instruction.operands:
             if operand not in by_name:
-                raise HloSyntaxError(f"HLO line {instruction.line}: {instruction.name!r} uses {operand!r}, which {name!r} does not define")
+                at = f"HLO line {instruction.line}: {instruction.name!r}"
+                raise HloSyntaxError(f"{at} uses {operand!r}, which {name!r} does not define before it")
+        if instruction.name in by_name:
+            raise HloSyntaxError(f"HLO line {line}: the computation {name!r} defines a name twice")
+        by_name[instruction.name] = instruction
     return Computation(name=name, instructions=tuple(body), by_name=by_name)
 
 
@@ -205,6 +228,8 @@ def _instruction(line: str, number: int) -> Instruction:
         raise HloSyntaxError("get-tuple-element without an index")
     if opcode.group(1) == "parameter" and not arguments.isdigit():
         raise HloSyntaxError("parameter without a number")
+    if opcode.group(1) == "while" and not {"body", "condition"} <= attributes.keys():
+        raise HloSyntaxError("while without a body and a condition")
     return Instruction(
         name=match.group(2), opcode=opcode.group(1), shape=shape, operands=operands, arguments=arguments, line=number,
         attributes=attributes, is_root=match.group(1) is not None,

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 from forebay.errors import InputError
+from forebay.records.reading import LARGEST_INTEGER
 
 HOST_SPACE = 5
 """Memory space of pinned host memory on GPU and TPU, printed ``S(5)``."""
@@ -143,6 +144,8 @@ def _read_array(text: str, at: int) -> tuple[Array, int]:
 def _array(dtype: str, dimensions: str, layout: str) -> Array:
     element_bits(dtype)
     sizes = tuple(int(d.strip().removeprefix("<=")) for d in dimensions.split(",") if d.strip())
+    if math.prod(sizes) > LARGEST_INTEGER:
+        raise HloSyntaxError(f"an array of {dimensions} elements is larger than any memory")
     order, _, annotations = layout.partition(":")
     minor = tuple(int(i) for i in order.split(",") if i.strip())
     return Array(dtype, sizes, minor, _memory_space(annotations))

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, field
 
 from forebay.timeline.parse import Computation, Instruction, Module
-from forebay.timeline.shapes import Array, Shape, arrays
+from forebay.timeline.shapes import Array, HloSyntaxError, Shape, arrays
 
 _SAME = frozenset({"bitcast", "while", "optimization-barrier", "opt-barrier", "domain", "add-dependency", "copy-done", "all-reduce-done"})
 _IN_PLACE = frozenset({"dynamic-update-slice", "scatter"})
@@ -66,9 +66,13 @@ def _enter(buffers: Buffers, computation: Computation, given: dict[int, tuple[in
     table = buffers.leaves[computation.name] = {}
     for instruction in computation.instructions:
         here = given.get(int(instruction.arguments)) if instruction.opcode == "parameter" else None
-        table[instruction.name] = here if here is not None else _leaves(buffers, computation, instruction, table)
-        if instruction.opcode in _CALLS:
-            _call(buffers, instruction, table)
+        try:
+            table[instruction.name] = here if here is not None else _leaves(buffers, computation, instruction, table)
+            if instruction.opcode in _CALLS:
+                _call(buffers, instruction, table)
+        except (KeyError, IndexError) as error:  # lacks what its opcode needs: not HLO as XLA writes it
+            where = f"HLO line {instruction.line}: {instruction.opcode} {instruction.name!r}"
+            raise HloSyntaxError(f"{where} lacks something that it needs ({type(error).__name__}: {error})") from error
     return table[computation.root.name]
 
 

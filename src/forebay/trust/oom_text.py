@@ -11,13 +11,15 @@ import re
 from dataclasses import dataclass
 
 from forebay.errors import InputError
+from forebay.records.reading import check_digits
 from forebay.units import GIB, KIB, MIB, TIB
 
 HBM, POOL, RAM, DISK, OUTSIDE, VMEM = "hbm", "pinned host pool", "host RAM", "disk", "device memory outside the pool", "on-chip memory"
 MARKS = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory", "ran out of memory", "Ran out of memory", "OUT_OF_MEMORY", "oom-kill")
 MOST_CHARACTERS = 16 * 2**20
 
-_SIZE = r"([\d.]+) ?(TiB|GiB|MiB|KiB|T|G|M|K|B|bytes)?"
+_NUMBER = r"\d{1,20}(?:\.\d{1,10})?"
+_SIZE = rf"({_NUMBER}) ?(TiB|GiB|MiB|KiB|T|G|M|K|B|bytes)?"
 _UNITS = {"T": TIB, "G": GIB, "M": MIB, "K": KIB, "B": 1, "b": 1}
 
 
@@ -56,7 +58,7 @@ class _Form:
 
 
 def _form(pool: str, when: str, pattern: str) -> _Form:
-    size = lambda name: rf"(?P<{name}>[\d.]+ ?(?:TiB|GiB|MiB|KiB|[TGMK]|B|bytes)?)"  # noqa: E731
+    size = lambda name: rf"(?P<{name}>{_NUMBER} ?(?:TiB|GiB|MiB|KiB|[TGMK]|B|bytes)?)"  # noqa: E731
     for name in ("asked", "limit", "needed", "free"):
         pattern = pattern.replace(f"<{name}>", size(name))
     return _Form(pool=pool, when=when, pattern=re.compile(pattern, re.DOTALL))
@@ -108,6 +110,7 @@ def read_shortage(text: str) -> Shortage:
     """
     if len(text) > 2 * MOST_CHARACTERS:
         text = text[:MOST_CHARACTERS] + "\n" + text[-MOST_CHARACTERS:]
+    check_digits(text)
     for form in _FORMS:
         if match := form.pattern.search(text):
             return _shortage(form, match, text)
@@ -163,7 +166,7 @@ def _listed(text: str) -> tuple[Buffer, ...]:
 
 def _bytes(text: str) -> int:
     """``16.00GiB``, ``25.92G``, ``17179869184`` or ``17179869184 bytes``: XLA's G is 2**30."""
-    found = re.fullmatch(_SIZE, text.strip().rstrip("."))
+    found = re.fullmatch(_SIZE, text.strip())
     assert found is not None, text
     unit = found.group(2) or "B"
-    return int(float(found.group(1).rstrip(".")) * _UNITS[unit[0]])
+    return int(float(found.group(1)) * _UNITS[unit[0]])
