@@ -1,5 +1,6 @@
 """From an error or a log to an explanation: the memory named, the buffers under the plan's names, plans that fit, and what to do."""
 
+import dataclasses
 import gzip
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from forebay import cli
 from forebay.errors import InputError, OutOfMemoryError
 from forebay.training import loop
 from forebay.training.config import DataConfig, TrainConfig
+from forebay.trust import oom_next
 from forebay.trust.oom import explain_file
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -25,7 +27,7 @@ def step_hlo():
     return gzip.decompress((FIXTURES / "llama-3.1-8b_h100-sxm-8_host.hlo.gz").read_bytes()).decode()
 
 
-def deep(machine, hbm=None):
+def deep(machine, hbm=None, rules=None):
     """A plan of a stack of layers on ``machine``, bound to its workload: 32 layers of 16 MiB, and 4 MiB of activations a layer."""
 
     def loss_fn(params, batch):
@@ -35,7 +37,7 @@ def deep(machine, hbm=None):
     params = {"w": jax.ShapeDtypeStruct((32, 2048, 2048), jnp.float32)}
     batch = jax.ShapeDtypeStruct((512, 2048), jnp.float32)
     work = fb.trace(loss_fn, optax.adamw(1e-3), params, batch)
-    return fb.Plan.by_hand(work, {}, hardware=fb.Hardware.named(machine, hbm=hbm))
+    return fb.Plan.by_hand(work, rules or {}, hardware=fb.Hardware.named(machine, hbm=hbm))
 
 
 @pytest.mark.oldest
@@ -90,6 +92,22 @@ def test_a_plan_that_ran_out_is_explained_with_the_cheapest_that_fits():
     said = str(report)
     assert "plans that fit, cheapest first (memory compiled, time forecast)" in said
     assert f"do: run again with {report.nexts[0].flags}" in said
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("rules", [{"optimizer": "host:50%"}, {"optimizer:0/mu/w": "host[4:8]", "activation": "recompute"}])
+def test_the_next_plan_keeps_what_the_plan_had_whether_by_rule_or_by_search(rules):
+    had = deep("h100-sxm:1", rules=rules)
+    searched = dataclasses.replace(had, entries=tuple(dataclasses.replace(e, reason="on the host: ... (forecast)") for e in had.entries))
+    machine = fb.Hardware.from_json(had.hardware)
+    placed = lambda plan: {e.name: e.placement for e in plan.entries if e.role == "optimizer"}  # noqa: E731
+    for plan in (had, searched):
+        other = oom_next._changed(plan, {"parameter": "host"}, machine)
+        assert other.placement("parameter:w") == "host"
+        assert {name.partition("[")[0] for name, place in placed(other).items() if place == "host"} == {
+            name.partition("[")[0] for name, place in placed(plan).items() if place == "host"
+        }
+        assert {e.layers for e in other.entries if e.layers} <= {(0, 16), (16, 32), (0, 4), (4, 8), (8, 32)}
 
 
 def test_training_that_runs_out_is_an_explanation_and_not_a_traceback(tmp_path, monkeypatch, capsys):

@@ -131,23 +131,33 @@ def too_small(hardware: Hardware, host_arrays: Sequence[int], environment: Mappi
     if hardware.target.platform != "cuda":
         return ()
     found = []
-    name = NEW_FRACTION if NEW_FRACTION in environment else FRACTION
-    fraction = _number(environment.get(name), DEFAULT_FRACTION)
+    name, fraction = standing_fraction(environment)
     if fraction < hardware.memory_fraction:
         gives, wants = fraction * hardware.hbm_bytes, hardware.memory_fraction * hardware.hbm_bytes
         found.append(
             f"{name} is {_said(environment, name)}: {show_bytes(gives)} of each device; the plan counts on {show_bytes(wants)}. "
             f"Set it to {hardware.memory_fraction:g}"
         )
-    one_region = environment.get(HOST_PREALLOCATE, "").lower() in ("true", "1")
-    limit = _number(environment.get(HOST_LIMIT), 16 if one_region else pool.DEFAULT_GIB)
-    needed = (pool.preallocated_gib if one_region else pool.needed_gib)(host_arrays) if sum(host_arrays) else 0
+    limit, needed = host_pool(host_arrays, environment)
     if needed > limit:
         found.append(
             f"{HOST_LIMIT} is {_said(environment, HOST_LIMIT)}: {limit:g} GiB of pinned memory for each device; the plan keeps "
             f"{show_bytes(sum(host_arrays))} there and its pool needs {needed} GiB. Set it to {needed}"
         )
     return tuple(found)
+
+
+def standing_fraction(environment: Mapping[str, str]) -> tuple[str, float]:
+    """The variable that jax reads, and the part of a device's memory that it gives to the pool."""
+    name = NEW_FRACTION if NEW_FRACTION in environment else FRACTION
+    return name, _number(environment.get(name), DEFAULT_FRACTION)
+
+
+def host_pool(host_arrays: Sequence[int], environment: Mapping[str, str]) -> tuple[float, int]:
+    """GiB of pinned memory that each device may take, as ``environment`` stands, and that arrays of these bytes need."""
+    one_region = environment.get(HOST_PREALLOCATE, "").lower() in ("true", "1")
+    limit = _number(environment.get(HOST_LIMIT), 16 if one_region else pool.DEFAULT_GIB)
+    return limit, (pool.preallocated_gib if one_region else pool.needed_gib)(host_arrays) if sum(host_arrays) else 0
 
 
 def _number(text: str | None, otherwise: float) -> float:

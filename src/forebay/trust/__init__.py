@@ -7,10 +7,10 @@ compiled or run.
 """
 
 from forebay.trust.oom import OomReport, explain_oom
-from forebay.trust.preflight import Preflight, preflight
+from forebay.trust.preflight import preflight
 from forebay.trust.report import Check, Report
 
-__all__ = ["Check", "OomReport", "Preflight", "Report", "check", "explain_oom", "preflight"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["Check", "OomReport", "Report", "check", "explain_oom", "preflight"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str):

@@ -277,7 +277,7 @@ def _next_lines(report: OomReport) -> list[str]:
 def _advice(report: OomReport) -> list[str]:
     shortage = report.shortage
     if report.nexts:
-        return [f"run again with {report.nexts[0].flags}"]
+        return [f"run again with {report.nexts[0].flags} beside the rules that the plan has"]
     if shortage is not None and shortage.pool == POOL:
         needed = report.peak.total_bytes if report.peak else 2 * (_limit(shortage) or pool.DEFAULT_GIB * GIB)
         limit = pool.preallocated_gib([needed])

@@ -73,17 +73,14 @@ def next_plans(plan: Any, within_bytes: int, tries: int) -> tuple[tuple[NextPlan
 def _changed(plan: Any, change: dict[str, str], machine: Hardware) -> Any:
     """The plan with one more change; None where that changes nothing."""
     from forebay.plan import Plan
+    from forebay.trust.twin import rules_of
 
     options = {name: plan.options[name] for name in ("prefetch", "microbatches", "fuse_update") if name in plan.options}
-    standing = {e.name: e.placement for e in plan.entries if _by_rule(e) and e.role not in change}
-    other = Plan.by_hand(plan.bound, standing | change, hardware=machine, options=options)
+    work = plan.bound.uncut or plan.bound
+    standing = {name: place for name, place in rules_of(plan, work).items() if name.partition(":")[0] not in change}
+    other = Plan.by_hand(work, standing | change, hardware=machine, options=options)
     same = {(e.name, e.placement) for e in other.entries} == {(e.name, e.placement) for e in plan.entries}
     return None if same else other
-
-
-def _by_rule(entry: Any) -> bool:
-    """Whether an entry stands where it does because a rule said so: what follows from others (gradients) is left to follow."""
-    return entry.role in ("parameter", "optimizer", "activation") and entry.reason.startswith("rule ") and entry.copy_of is None
 
 
 def _rule(change: dict[str, str]) -> str:

@@ -1,20 +1,23 @@
-"""``Report``: what was checked, line by line: passed, failed, or skipped because this machine cannot show it."""
+"""``Report``: what was checked, line by line: passed, failed, a warning, or skipped because this machine cannot show it."""
 
 import dataclasses
 
-PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+PASSED, WARNING, FAILED, SKIPPED = "passed", "warning", "failed", "skipped"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One line: what was looked at, what came of it, and the numbers. ``detail`` is a text for a person."""
+    """One line: what was looked at, what came of it, and the numbers. ``detail`` is a text for a person; ``mend``, where it is known, the
+    command or the change that mends it. A warning will run, slower or nearer the edge than planned."""
 
     name: str
     outcome: str
     detail: str
+    mend: str = ""
 
     def __post_init__(self):
-        assert self.outcome in (PASSED, FAILED, SKIPPED), self.outcome
+        assert self.outcome in (PASSED, WARNING, FAILED, SKIPPED), self.outcome
+        assert not self.mend or self.outcome in (WARNING, FAILED), (self.name, self.outcome, self.mend)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +41,12 @@ class Report:
 
     def __str__(self) -> str:
         width = max(len(check.name) for check in self.checks)
-        lines = [f"{check.outcome:8s} {check.name:{width}s}  {check.detail}" for check in self.checks]
-        counted = ", ".join(f"{len(self.named(outcome))} {outcome}" for outcome in (PASSED, FAILED, SKIPPED))
+        lines = []
+        for check in self.checks:
+            lines.append(f"{check.outcome:8s} {check.name:{width}s}  {check.detail}")
+            lines += [f"{'':{width + 10}s} do: {check.mend}"] if check.mend else []
+        counts = {outcome: len(self.named(outcome)) for outcome in (PASSED, WARNING, FAILED, SKIPPED)}
+        counted = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
         return "\n".join([self.title, *lines, counted])
 
 

@@ -62,7 +62,9 @@ def cut(work: Workload, points: Mapping[int, Collection[int]]) -> Workload:
                     state.append(part)
                     mine.append(len(state) - 1)
             families.append(dataclasses.replace(family, state=tuple(mine), window=window))
-    return dataclasses.replace(work, families=tuple(families), stored_state=tuple(state), tensors=_tensors(work, state))
+    return dataclasses.replace(
+        work, families=tuple(families), stored_state=tuple(state), tensors=_tensors(work, state), uncut=work.uncut or work
+    )  # fmt: skip
 
 
 def _tensors(work: Workload, state: Sequence[Stored]) -> tuple[Tensor, ...]:

@@ -61,7 +61,7 @@ class Workload:
     """A traced training step: the user's functions, the shapes, the tensors, and the programs they come from.
 
     ``mesh`` and the specs inside ``tensors`` are None unless the caller gave shardings. ``stored`` and ``stored_state``
-    say which leaves of the user's trees each array of the state holds.
+    say which leaves of the user's trees each array of the state holds. ``uncut``: of a workload whose state is in parts, the one before.
     """
 
     loss_fn: Callable
@@ -78,6 +78,7 @@ class Workload:
     stored_state: tuple[Stored, ...]
     name: str = ""
     reduction: str = ""
+    uncut: "Workload | None" = None
 
     @property
     def parameters(self) -> int:
