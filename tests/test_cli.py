@@ -1,5 +1,6 @@
 """The command line: what it loads, what it says, and its exit codes. The answers themselves: tests/training/test_planning.py."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -117,6 +118,15 @@ def test_ctrl_c_is_exit_code_130_and_no_traceback(monkeypatch, capsys):
     monkeypatch.setattr(planning, "answer", stopped)
     assert cli.main(PLAN) == 130
     assert capsys.readouterr().err == "forebay: stopped\n"
+
+
+def test_a_full_disk_is_one_message_with_the_file(monkeypatch, capsys):
+    def full(words):
+        raise OSError(errno.ENOSPC, "No space left on device", "step.json")
+
+    monkeypatch.setitem(cli.COMMANDS, "explain", cli.Command(run=full, summary=""))
+    assert cli.main(["explain"]) == cli.BAD_INPUT
+    assert capsys.readouterr().err == "forebay: step.json cannot be written (No space left on device); free some space there\n"
 
 
 def test_a_reader_that_goes_away_is_no_traceback():

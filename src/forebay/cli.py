@@ -5,6 +5,7 @@ message on standard error; 130 stopped by Ctrl-C.
 """
 
 import dataclasses
+import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Annotated
 from forebay import __version__
 from forebay.errors import ForebayError, InputError, nearest
 
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 DONE, DOES_NOT_FIT, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 
 
@@ -34,6 +36,11 @@ def main(words: Sequence[str] | None = None) -> int:
         # The reader has gone (`forebay hardware | head`): say nothing, now or when the interpreter flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
+    except OSError as problem:
+        if problem.errno not in FULL:
+            raise
+        print(f"forebay: {problem.filename or 'a file'} cannot be written ({problem.strerror}); free some space there", file=sys.stderr)
+        return BAD_INPUT
 
 
 def _dispatch(words: list[str]) -> int:

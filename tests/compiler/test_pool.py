@@ -183,3 +183,30 @@ def test_an_answer_that_finds_no_room_is_said_and_the_next_compile_works(hardwar
     monkeypatch.setattr(pool.Worker, "__init__", start)
     pool.close_workers()
     assert judge(lambda x: x + 4, ARGS, hardware, cache=False).fits
+
+
+def test_where_no_file_can_grow_the_command_says_so_and_the_next_run_works(tmp_path):
+    program = """
+import resource, sys
+from forebay import cli
+words = ["plan", "--model", "tiny", "--hardware", "h100-sxm:1", "--seq", "16", "--batch", "1", "--place", "optimizer=host"]
+for most_bytes in 0, 100:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))
+    assert cli.main([*words, "--out", sys.argv[1]]) == cli.BAD_INPUT
+from forebay.compiler import pool
+pool.close_workers()  # a worker inherits the limit, as it would not a full disk
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+sys.exit(cli.main([*words, "--out", sys.argv[1]]))
+"""
+    around = os.environ | {"FOREBAY_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "plan.json")], capture_output=True, text=True, env=around, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = [line for line in done.stderr.splitlines() if line.startswith("forebay: ")]
+    assert len(said) == 2
+    for line in said:
+        assert line.startswith(f"forebay: the compiler's files cannot be written to {tmp_path} (")
+        assert line.endswith("free some space there, or set TMPDIR to a folder on another disk")
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "plan.json").is_file()

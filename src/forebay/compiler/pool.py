@@ -179,7 +179,8 @@ def _unless_full(act: Callable):
     try:
         return act()
     except OSError as problem:
-        raise CompilerError(_FULL.format(tempfile.gettempdir(), problem.strerror)) from problem
+        place = problem.filename or os.environ.get("TMPDIR", "/tmp")  # a full disk leaves tempfile itself without a folder
+        raise CompilerError(_FULL.format(place, problem.strerror)) from problem
 
 
 def _give_back(key: tuple[str, int], worker: Worker) -> None:

@@ -168,8 +168,12 @@ def _explained(setup: Setup) -> Iterator[None]:
         if not is_oom(error):
             raise
         report = str(explain_oom(error, setup.plan))
-        (setup.config.out / OOM_FILE).write_text(f"{report}\n\nthe runtime said:\n{error}\n")
-        raise OutOfMemoryError(f"{report}\nkept in {setup.config.out / OOM_FILE}") from error
+        try:
+            (setup.config.out / OOM_FILE).write_text(f"{report}\n\nthe runtime said:\n{error}\n")
+            kept = f"kept in {setup.config.out / OOM_FILE}"
+        except OSError as problem:
+            kept = f"not kept: {setup.config.out / OOM_FILE} cannot be written ({problem.strerror})"
+        raise OutOfMemoryError(f"{report}\n{kept}") from error
 
 
 def _at_odds(plan: Any) -> tuple[str, ...]:
