@@ -1,6 +1,8 @@
 """Reports of theme 2, "host memory ran out and it looked like the GPU": the pool is named, with the number to set."""
 
+import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -55,3 +57,50 @@ def test_a_plan_states_the_bytes_that_it_puts_on_each_host():
     work = fb.trace(loss, optax.adam(0.1), shape(4, 256, 256), shape(16, 256))
     plan = fb.Plan.by_hand(work, {"optimizer": "host"}, hardware=fb.Hardware.named("h100-sxm:8"))
     assert sum(e.bytes_per_device for e in plan.entries if e.placement == "host") == 2 * 4 * 256 * 256 * 4 // 8
+
+
+LOGS = Path(__file__).parents[1] / "trust" / "fixtures"
+
+
+@pytest.fixture(scope="module")
+def plan():
+    """100 GiB of optimizer state on the host of one H100."""
+    loss = lambda p, b: jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), b, p)[0] ** 2)  # noqa: E731
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
+    work = fb.trace(loss, optax.adam(0.1), shape(50, 16384, 16384), shape(16, 16384))
+    return fb.Plan.by_hand(work, {"optimizer": "host"}, hardware=fb.Hardware.named("h100-sxm", host_ram="1TiB"))
+
+
+SHORT = {
+    "a container": ({"ram_limit_bytes": 64 * 2**30, "ram_limit_source": "/sys/fs/cgroup/memory.max"}, "host RAM", "docker run --memory="),
+    "processes": ({"local_processes": 3, "local_processes_source": "SLURM_NTASKS_PER_NODE=3"}, "processes per host", "divides 1"),
+    "XLA's pool": ({}, "XLA's host pool", "export XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="),
+    "the disk": ({"folder": Path("runs"), "disk_free_bytes": 2**30}, "checkpoint disk", "free 149.00 GiB there"),
+    "NUMA": ({}, "NUMA", "numactl --cpunodebind=1"),
+}
+
+
+@pytest.mark.parametrize("what", SHORT)
+def test_xla_20633_and_deepspeed_3000_what_will_be_short_is_said_before_the_start_with_the_command(plan, host, what):
+    facts, name, mend = SHORT[what]
+    line = fb.preflight(plan, machine=dataclasses.replace(host, **facts))[name]
+    assert line.outcome in ("failed", "warning")
+    assert mend in line.mend
+
+
+def test_deepspeed_4867_a_locked_memory_limit_stops_a_tpu_before_the_start(plan, host):
+    tpu = fb.Hardware.named("tpu-v5p:1x1x1")
+    line = fb.preflight(plan, tpu, machine=dataclasses.replace(host, memlock_bytes=65536))["locked memory"]
+    assert (line.outcome, line.mend) == ("failed", "ulimit -l unlimited, or docker run --ulimit memlock=-1")
+
+
+def test_a_pool_grows_by_doubling_and_the_rounding_is_counted(plan, host):
+    line = fb.preflight(plan, machine=host)["XLA's host pool"]
+    assert "100.00 GiB for each device of a pool of 64.00 GiB" in line.detail
+    assert int(line.mend.rpartition("=")[2]) > 110  # two stacks of 50 GiB leave the tail of a region of 64
+
+
+def test_numpyro_forecast_99_after_it_happened_the_host_pool_is_named_and_not_the_gpu():
+    said = str(fb.explain_oom((LOGS / "oom_host_pool.log").read_text()))
+    assert said.startswith("out of memory: pinned host memory (XLA's host pool), not the device")
+    assert "do: export XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=" in said

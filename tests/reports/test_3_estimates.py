@@ -1,5 +1,6 @@
 """Reports of theme 3, "the estimator is wrong": a figure says whether it was planned, compiled or forecast, and activations count."""
 
+import dataclasses
 import gzip
 import json
 from pathlib import Path
@@ -54,3 +55,31 @@ def test_a_forecast_is_a_band_and_says_what_it_does_not_know():
     forecast = fb.predict(schedule, fb.Hardware.named("h100-sxm:8"))
     assert forecast.low_seconds < forecast.step_seconds < forecast.high_seconds
     assert forecast.unknown_share == 0 or forecast.unknowns
+
+
+def test_jax_9530_out_of_memory_names_the_largest_tensors_by_source_line_and_what_to_do():
+    dump = gzip.decompress((FIXTURES.parents[1] / "trust" / "fixtures" / "llama-3.1-8b_h100-sxm-8_resident.hlo.gz").read_bytes()).decode()
+    report = fb.explain_oom("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.", hlo=dump)
+    sizes = [row.bytes * row.copies for row in report.rows]
+    assert sizes == sorted(sizes, reverse=True)
+    assert any(row.source.startswith("models/llama.py:") for row in report.rows[:10])
+    said = str(report)
+    assert "out of memory: HBM, at run" in said
+    assert "largest at the peak (compiled)" in said
+    assert "do: move more to the host: --place optimizer=host" in said
+
+
+def test_maxtext_2891_a_profiled_run_keeps_measured_and_forecast_apart_and_their_ratio(plan):
+    from forebay.training.profile import Measurement, residual
+
+    machine = fb.Hardware.named("h100-sxm:8")
+    schedule = gzip.decompress((FIXTURES / "offload_gpu_0.12.0.1.hlo.gz").read_bytes()).decode()
+    verdict = Verdict(
+        fits=True, reason="", hbm=Memory(temp_bytes=3 * 2**30), host=Memory(), hbm_budget_bytes=2**36, host_budget_bytes=2**38, versions={}
+    )
+    forecast = dataclasses.replace(plan, verdict=verdict, forecast=fb.predict(schedule, machine).to_json())
+    step = forecast.forecast["step_seconds"]
+    measured = Measurement(seconds=(1.9 * step, 2 * step, 9 * step), lanes={}, lanes_missing="not traced", hbm_peak_bytes=2**32)
+    row = residual(forecast, machine, measured, {"tokens": 1024.0, "flops_per_token": 1e6})
+    assert (row["measured"]["hbm_bytes"], row["forecast"]["hbm_bytes"]) == (2**32, 3 * 2**30)
+    assert row["ratio"]["step"] == pytest.approx(2)  # the median: one step may have been held up

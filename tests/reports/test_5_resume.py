@@ -75,3 +75,30 @@ def test_marin_6774_a_checkpoint_of_another_model_is_refused_leaf_by_leaf(tmp_pa
     with pytest.raises(CheckpointError, match=r"has no params\.embed, which this model and optimizer need"):
         checkpoints.restore({"params": plan.abstract_tree(plan.make_mesh())["params"]}, 1)
     checkpoints.close()
+
+
+def test_maxtext_1322_and_marin_8443_a_run_goes_on_on_another_mesh(tmp_path):
+    program, _, step, state = started(HOST)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state.to_tree(), {})
+    wanted, _ = losses(program, step, state, range(2))
+
+    optimizer = optax.adamw(1e-2)
+    plan = fb.Plan.by_hand(trace(program, optimizer), HOST, hardware=fb.Hardware.named("h100-sxm:4"), options={"whole_below_bytes": 0})
+    restored = fb.State.from_tree(checkpoints.restore(plan.abstract_tree(plan.make_mesh()), 1), plan)
+    assert {len(leaf.sharding.device_set) for leaf in restored.stored_params} == {4}
+    got, _ = losses(program, fb.train_step(program.loss_fn, optimizer, plan), restored, range(2))
+    np.testing.assert_allclose(got, wanted, rtol=1e-12)
+    checkpoints.close()
+
+
+def test_marin_8480_what_a_save_takes_from_host_memory_has_a_cap(tmp_path, monkeypatch):
+    """The state is written in batches of leaves of at most so many bytes, and none of it goes through the pinned pool of the plan."""
+    from forebay.training import checkpoints as module
+
+    asked = {}
+    handler = module.ocp.PyTreeCheckpointHandler
+    monkeypatch.setattr(module.ocp, "PyTreeCheckpointHandler", lambda **options: asked.update(options) or handler(**options))
+    Checkpoints(tmp_path, host_bytes=3 * 10**9).close()
+    assert asked["save_device_host_concurrent_gb"] == 3
+    assert asked["enable_pinned_host_transfer"] is False

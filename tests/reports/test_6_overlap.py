@@ -62,3 +62,19 @@ def test_xla_21708_the_link_has_a_rate_each_way_and_one_for_both_at_once():
 def test_deepspeed_7966_a_link_with_unequal_ways_is_kept_unequal():
     link = fb.Hardware.named("gh200:1").link
     assert float(link.to_device_bytes_per_second) > float(link.to_host_bytes_per_second)
+
+
+def test_xla_12452_pools_are_taken_at_the_start_and_the_node_of_the_gpu_is_named(host):
+    from forebay.hardware import environment
+
+    machine = fb.Hardware.named("h100-sxm:8", host_ram="2TiB")
+    said = {setting.name: setting.value for setting in environment.settings(machine, [90 * 2**30], {})}
+    assert said["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
+    assert int(said["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"]) >= 90
+    entry = fb.records.Entry(
+        name="optimizer:m", role="optimizer", bytes_per_device=2**30, placement="host", shape=(2**28,), dtype="float32"
+    )
+    plan = fb.Plan(workload={}, signature={}, hardware=machine.to_json(), entries=(entry,), options={}, mesh=None)
+    line = fb.preflight(plan, machine=host)["NUMA"]
+    assert "accelerators at node 1" in line.detail
+    assert "numactl" in line.mend

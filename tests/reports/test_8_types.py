@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from programs import batch, cross_entropy, layer, scanned, weights
-from resident import Program, assert_equal, by_hand, planned, resident, trace
+from resident import Program, assert_equal, by_hand, planned, resident, stands_as_planned, trace
 
 import forebay as fb
 from forebay.compiler import lowering
@@ -75,3 +75,23 @@ def test_an_8_bit_float_that_the_optimizer_cannot_promote_is_said_in_one_sentenc
     shapes = jax.ShapeDtypeStruct((8, 8), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((4, 8), jnp.float32)
     with pytest.raises(InputError, match="the optimizer does not work on parameters of these types, in forebay or without it"):
         fb.trace(loss, optax.adamw(1e-3), *shapes)
+
+
+def test_jax_33657_what_goes_to_the_compiler_keeps_the_memory_of_each_argument():
+    program, optimizer = scanned(), optax.adam(1e-2)
+    plan = by_hand(program, trace(program, optimizer), {"optimizer": "host"})
+    step = fb.train_step(program.loss_fn, optimizer, plan)
+    lowered = lowering.lower(step, (plan.abstract_state(), plan.abstract_batch()), "cuda", ()).program
+    hosted = sum(e.placement == "host" for e in plan.role("optimizer"))
+    assert hosted
+    assert lowered.text.count('mhlo.memory_kind = "pinned_host"') >= 2 * hosted  # as arguments, and as results
+
+
+def test_flax_5172_memory_kinds_are_the_plans_after_every_step():
+    program, optimizer = scanned(), optax.adam(1e-2)
+    plan = by_hand(program, trace(program, optimizer), EVERYTHING)
+    state = fb.place(program.params, optimizer, plan, key=jax.random.key(0))
+    step = fb.train_step(program.loss_fn, optimizer, plan)
+    for number in range(2):
+        state, _ = step(state, program.batch(number))
+        stands_as_planned(plan, state)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from forebay.errors import InputError, PlacementError, nearest
-from forebay.records import LEGAL, PLACEMENTS, ROLES
+from forebay.records import LEGAL, NO_DISK, PLACEMENTS, ROLES
 from forebay.workload import Tensor
 
 
@@ -72,7 +72,8 @@ def _parse(key: str, value: str) -> Rule:
 
 def _parse_whole(key: str, placement: str) -> Rule:
     if placement not in PLACEMENTS:
-        raise InputError(f"{placement!r} is not a placement ({key}={placement}); {nearest(str(placement), PLACEMENTS)}")
+        known = NO_DISK if placement in ("disk", "nvme") else nearest(str(placement), PLACEMENTS)
+        raise InputError(f"{placement!r} is not a placement ({key}={placement}); {known}")
     head, _, tail = key.partition(":")
     if head in ROLES:
         rule = Rule(text=f"{key}={placement}", role=head, glob=tail or "*", placement=placement)

@@ -4,6 +4,8 @@ import dataclasses
 
 ROLES = ("parameter", "gradient", "optimizer", "accumulator", "activation", "batch", "communication")
 PLACEMENTS = ("hbm", "host", "recompute")
+NO_DISK = "state on a disk (NVMe) is not offered yet: the host's RAM is the farthest place where a tensor can stand"
+"""What is said to someone who asks for ``disk`` or ``nvme``."""
 LEGAL = {
     "parameter": ("hbm", "host"),
     "gradient": ("hbm", "host"),

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from forebay.errors import InputError, nearest
-from forebay.records.entries import PLACEMENTS
+from forebay.records.entries import NO_DISK, PLACEMENTS
 
 
 def placement_rules(place: Sequence[str]) -> dict[str, str]:
@@ -22,7 +22,8 @@ def placement_rules(place: Sequence[str]) -> dict[str, str]:
             raise InputError(f"--place {text!r} is not a rule; write ROLE_OR_PATTERN=PLACEMENT, such as optimizer=host")
         word = re.split(r"\W", placement, maxsplit=1)[0]
         if word not in PLACEMENTS:
-            raise InputError(f"--place {text!r}: there is no placement {placement!r}; {nearest(word, PLACEMENTS)}")
+            known = NO_DISK if word in ("disk", "nvme") else nearest(word, PLACEMENTS)
+            raise InputError(f"--place {text!r}: there is no placement {placement!r}; {known}")
         rules.pop(rule, None)
         rules[rule] = placement
     return rules
