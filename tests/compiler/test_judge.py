@@ -12,6 +12,7 @@ import pytest
 from compiler_programs import DEVICE, LAYERS, array, checkpoint_name, fsdp_args, fsdp_step, notebook, notebook_args, offload
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import forebay as fb
 from forebay.compiler import judge
 from forebay.errors import CompilerError, InputError
 from forebay.records.verdict import TO_DEVICE, TO_HOST
@@ -230,3 +231,31 @@ print(xla_bridge.backends_are_initialized())
     settings = os.environ | {"PYTHONPATH": path, "FOREBAY_CACHE": str(tmp_path), "JAX_PLATFORMS": ""}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=settings, timeout=120)
     assert done.stdout.strip() == "False", done.stderr[-2000:]
+
+
+def test_a_tpu_program_needs_what_its_compiler_allocates_and_no_more():
+    """Its temp size counts buffers twice: the compiler accepts a limit below it, and refuses one just below what it allocates."""
+    machine = fb.Hardware.named("tpu-v5p:1x1x1")
+
+    def loss(weights, x):
+        def layer(h, w):
+            return h + jnp.tanh(h @ w[0].astype(h.dtype)) @ w[1].astype(h.dtype), None
+
+        h, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, weights)
+        return (h.astype(jnp.float32) ** 2).sum()
+
+    def step(weights, x):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, x))
+
+    weights = jax.ShapeDtypeStruct((8, 1024, 2048), jnp.float32), jax.ShapeDtypeStruct((8, 2048, 1024), jnp.float32)
+    args = weights, jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16)
+    limited = lambda mib: judge(step, args, machine, compiler_options={"xla_tpu_max_hbm_size_mib": str(int(mib))})  # noqa: E731
+    hbm = judge(step, args, machine).hbm
+    if hbm.allocated_bytes is None:
+        assert int(jax.__version__.split(".")[1]) < 12, "this compiler tells what it allocates"
+        assert hbm.total_bytes == hbm.sum_bytes
+        return
+    assert hbm.total_bytes == hbm.allocated_bytes < 0.9 * hbm.sum_bytes
+    assert limited(1.03 * hbm.allocated_bytes / MIB).compiled
+    refused = limited(0.93 * hbm.allocated_bytes / MIB)
+    assert refused.fits is False and "RESOURCE_EXHAUSTED" in refused.reason

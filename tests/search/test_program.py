@@ -57,6 +57,7 @@ def groups(draw):
             copy_bytes=draw(st.sampled_from([0.0, size / 2])),
             slice_bytes=size / 8,
             fused=draw(st.booleans()),
+            fuse_seconds=draw(seconds),
             passes=draw(st.integers(1, 2)),
         )
 
@@ -74,6 +75,7 @@ def problems(draw):
         hbm_fixed_bytes=draw(sizes),
         hbm_budget_bytes=0.0,
         host_budget_bytes=0.0,
+        form=draw(st.sampled_from([(), (("fuse_update", "always"),)])),
     )
 
 

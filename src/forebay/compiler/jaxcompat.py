@@ -163,14 +163,17 @@ def compile_module(module, devices: list, request: dict):
     return compile_for(module, executable_devices=xla_client.DeviceList(tuple(devices)), compile_options=options)
 
 
-def sizes(executable) -> dict:
+def sizes(executable, platform: str) -> dict:
     """The compiled sizes by memory space, in the words of ``records.Memory``."""
     stats = executable.get_compiled_memory_stats()
     words = {"argument": "argument", "output": "output", "alias": "alias", "temp": "temp", "generated_code": "code"}
-    return {
+    found = {
         space: {f"{word}_bytes": getattr(stats, f"{prefix}{name}_size_in_bytes") for name, word in words.items()}
         for space, prefix in (("hbm", ""), ("host", "host_"))
     }
+    if platform == "tpu" and hasattr(stats, "total_allocation_bytes"):  # jax 0.12; it holds temporaries on the host too
+        found["hbm"]["allocated_bytes"] = stats.total_allocation_bytes - stats.host_temp_size_in_bytes
+    return found
 
 
 def hlo_text(executable) -> str:

@@ -85,7 +85,7 @@ def serve(request: dict) -> dict:
         executable = jaxcompat.compile_module(module, devices, request)
         seconds = time.perf_counter() - start
         text = jaxcompat.hlo_text(executable)
-        sizes = jaxcompat.sizes(executable)
+        sizes = jaxcompat.sizes(executable, request["platform"])
     except Exception as problem:  # XLA raises many types; each is the compiler's answer to this program
         text = str(problem).strip() or type(problem).__name__
         print(text, file=sys.stderr, flush=True)  # the whole of it is kept among the messages

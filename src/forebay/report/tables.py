@@ -91,7 +91,8 @@ def _table_of_sizes(verdict: Mapping) -> str:
         for title, field in _PARTS:
             sign = "-" if field == "alias_bytes" and hbm[field] + host[field] else ""
             table.add_row(title, *(sign + _size(side[field]) if side[field] else NOTHING for side in (hbm, host)))
-        table.add_row("total", show_bytes(hbm["total_bytes"]), show_bytes(host["total_bytes"]))
+        total = "total" if hbm.get("allocated_bytes") is None else "allocated in all"
+        table.add_row(total, show_bytes(hbm["total_bytes"]), show_bytes(host["total_bytes"]))
     table.add_row("budget", show_bytes(verdict["hbm_budget_bytes"]), show_bytes(verdict["host_budget_bytes"]))
     return _text(table)
 

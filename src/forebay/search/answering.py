@@ -7,21 +7,21 @@ from typing import Any
 
 from forebay.plan import Plan
 from forebay.records import Entry
-from forebay.search.problem import HBM, HOST, RECOMPUTE, Choice, Correction, Estimate, Problem, estimate
+from forebay.search.problem import HBM, HOST, RECOMPUTE, Choice, Correction, Estimate, Form, Problem, estimate
 from forebay.search.proving import Proven, with_forecast
 from forebay.units import GIB, show_bytes, show_seconds
 
 _VERB = {HBM: "kept in HBM", HOST: "on the host", RECOMPUTE: "recomputed"}
 
 
-def answer(proven: Sequence[Proven], outcome: str, problems: Mapping[int, tuple[Problem, Correction]]) -> Plan:
+def answer(proven: Sequence[Proven], outcome: str, problems: Mapping[Form, tuple[Problem, Correction]]) -> Plan:
     """The plan of the best candidate, with all that a person may ask about it."""
     best = min(proven, key=_rank)
     plan = best.plan
     if best.forecast is not None:
         plan = with_forecast(plan, best.forecast)
-    if best.candidate.microbatches in problems:
-        problem, correction = problems[best.candidate.microbatches]
+    if best.candidate.form in problems:
+        problem, correction = problems[best.candidate.form]
         plan = dataclasses.replace(plan, entries=_explained(plan.entries, problem, best.candidate.choice, correction))
     unheard = [f"asked onto the host and not there: {', '.join(best.verdict.ignored)}"] if best.verdict.ignored else []
     options = {**plan.options, "reasons": [*plan.options.get("reasons", ()), *unheard, outcome]}

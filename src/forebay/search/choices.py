@@ -2,7 +2,6 @@
 
 import glob
 from collections import Counter
-from typing import Any
 
 from forebay.plan import Plan
 from forebay.search.problem import HBM, HOST, RECOMPUTE, Choice, Problem
@@ -34,7 +33,7 @@ def choice_of(problem: Problem, plan: Plan) -> Choice:
     )
 
 
-def in_words(problem: Problem, choice: Choice, options: dict[str, Any]) -> str:
+def in_words(problem: Problem, choice: Choice) -> str:
     """A line that tells one candidate from another."""
     said = []
     count = Counter(place for value, place in zip(problem.values, choice.places, strict=True) if value.name)
@@ -49,6 +48,8 @@ def in_words(problem: Problem, choice: Choice, options: dict[str, Any]) -> str:
     away = sum(g.param_bytes for g, p in zip(problem.groups, choice.params_on_host, strict=True) if p)
     if away:
         said.append(f"{away / params:.0%} of the parameters on host")
-    if options.get("microbatches", 1) > 1:
-        said.append(f"{options['microbatches']} microbatches")
+    if problem.fuses_all:
+        said.append("layers updated inside the backward pass")
+    if (count := dict(problem.form).get("microbatches", 1)) > 1:
+        said.append(f"{count} microbatches")
     return "; ".join(said) or "everything resident"

@@ -1,6 +1,6 @@
 """``choose``: one plan for every tensor that competes for HBM, found by a program over all placements and proved by the real compiler.
 
-    formulate                     the placement problem, for each number of microbatches
+    formulate                     the placement problem, for each form: resident updates in the backward pass, numbers of microbatches
     prove(as written, optimum)    two candidates, compiled and replayed
     until nothing is better:
         learn                     what the compiler needed beyond the count, and how copies and rebuilding came out in the forecasts
@@ -15,8 +15,7 @@ two forecasts of one model err alike, so that their difference is better known t
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from forebay.errors import InputError
 from forebay.hardware import Hardware
@@ -25,7 +24,7 @@ from forebay.search import answering, choices
 from forebay.search.formulating import formulate
 from forebay.search.learning import Sample, learn
 from forebay.search.pricing import Prices
-from forebay.search.problem import Choice, Correction, Problem, estimate
+from forebay.search.problem import Choice, Correction, Form, Problem, estimate
 from forebay.search.program import Limits, most_frugal, solve
 from forebay.search.proving import SIDE_BY_SIDE, Candidate, Proven, prove
 from forebay.units import show_seconds
@@ -35,7 +34,7 @@ BUDGET_SECONDS = 60.0
 WORTH = 0.002
 TIGHTER = 0.01  # of the HBM budget: the step by which a choice that did not fit makes room
 ATTEMPTS = 12
-MICROBATCHES = (1, 2, 4, 8, 16, 32)
+FORMS: tuple[Form, ...] = ((), (("fuse_update", "always"),), *((("microbatches", n),) for n in (2, 4, 8, 16, 32)))
 
 
 def choose(
@@ -69,8 +68,7 @@ def choose(
 def frugal(work: Workload, hardware: Hardware) -> Proven | None:
     """The plan that does with the least HBM, compiled; None where the host's memory allows no plan."""
     search = _Search(work, hardware, math.inf, {})
-    problem = search.problem(1)
-    assert problem is not None, "one microbatch is always a problem"
+    problem = search.plain
     found = most_frugal(problem, Correction(), Limits(hbm_bytes=math.inf, host_bytes=problem.host_budget_bytes))
     if found is None:
         return None
@@ -91,29 +89,34 @@ class _Search:
         self.work, self.hardware, self.work_done = work, hardware, work_done
         self.began, self.budget_seconds = time.monotonic(), budget_seconds
         self.prices = Prices(hardware)
-        self.problems: dict[int, Problem | None] = {}
+        self.problems: dict[Form, Problem | None] = {}
         self.proven: list[Proven] = []
         self.longest_seconds = 0.0
         self.ended = ""
 
-    def problem(self, microbatches: int) -> Problem | None:
-        """The problem for that many microbatches, None where the batch does not divide or nobody said how losses combine."""
-        if microbatches not in self.problems:
+    def problem(self, form: Form = ()) -> Problem | None:
+        """The problem of a form, None where the batch does not divide, nobody said how losses combine, or it changes nothing."""
+        if form not in self.problems:
             try:
-                self.problems[microbatches] = formulate(self.work, self.hardware, self.prices, _options(microbatches))
+                problem = formulate(self.work, self.hardware, self.prices, form)
             except InputError:
-                if microbatches == 1:
+                if not form:
                     raise
-                self.problems[microbatches] = None
-        return self.problems[microbatches]
+                problem = None
+            empty = problem is not None and problem.fuses_all and not any(g.fused for g in problem.groups)
+            self.problems[form] = None if empty else problem
+        return self.problems[form]
 
-    def _all_problems(self) -> Iterator[Problem]:
-        """The problem of each number of microbatches that the workload allows."""
-        for microbatches in MICROBATCHES:
-            problem = self.problem(microbatches)
-            if problem is None:
-                return
-            yield problem
+    @property
+    def plain(self) -> Problem:
+        """The problem without any option."""
+        problem = self.problem()
+        assert problem is not None, "the plain form is always a problem"
+        return problem
+
+    def _all_problems(self, forms: Sequence[Form] = FORMS) -> Iterator[Problem]:
+        """The problem of each form that the workload allows."""
+        return (problem for form in forms if (problem := self.problem(form)) is not None)
 
     def candidates(self) -> list[Candidate]:
         """What to compile next; nothing when the search has ended."""
@@ -132,13 +135,14 @@ class _Search:
         return [p.candidate for p in worth[:SIDE_BY_SIDE]]
 
     def _first(self) -> list[Candidate]:
-        problem = self.problem(1)
-        assert problem is not None, "one microbatch is always a problem"
         plan = Plan.by_hand(self.work, {}, hardware=self.hardware)
-        written = Candidate(summary="as written", choice=choices.choice_of(problem, plan), rules={}, options={})
-        found = solve(problem, Correction(), self._limits(problem))
-        best = [] if found is None or found == written.choice else [self.candidate(problem, found)]
-        return [written, *best]
+        written = Candidate(summary="as written", choice=choices.choice_of(self.plain, plan), rules={}, form=())
+        optima = [_Proposal(seconds=0.0, candidate=written)]
+        for problem in self._all_problems(FORMS[:2]):
+            found = solve(problem, Correction(), self._limits(problem))
+            if found is not None and (problem.form or found != written.choice):
+                optima.append(_Proposal(seconds=estimate(problem, found, Correction()).seconds, candidate=self.candidate(problem, found)))
+        return [p.candidate for p in [optima[0], *sorted(optima[1:], key=lambda p: p.seconds)][:SIDE_BY_SIDE]]
 
     def _late(self) -> bool:
         return time.monotonic() + self.longest_seconds > self.began + self.budget_seconds
@@ -178,7 +182,7 @@ class _Search:
         return _Proposal(seconds=seconds, candidate=self.candidate(problem, near))
 
     def _frugal(self) -> list[_Proposal]:
-        """Where nothing fits and no choice is thought to: the least HBM that each number of microbatches could do with."""
+        """Where nothing fits and no choice is thought to: the least HBM that each form could do with."""
         made = []
         for problem in self._all_problems():
             found = most_frugal(problem, Correction(), self._limits(problem))
@@ -187,37 +191,34 @@ class _Search:
         return sorted(made, key=lambda p: p.seconds)
 
     def _start(self, problem: Problem) -> Choice:
-        mine = [p for p in self.proven if p.candidate.microbatches == problem.microbatches]
+        mine = [p for p in self.proven if p.candidate.form == problem.form]
         return mine[-1].candidate.choice if mine else self.proven[-1].candidate.choice
 
     def _samples(self, problem: Problem) -> list[Sample]:
         return [
             Sample(choice=p.candidate.choice, seconds=p.seconds, hbm_bytes=p.verdict.hbm.total_bytes)
             for p in self.proven
-            if p.candidate.microbatches == problem.microbatches and p.verdict.hbm is not None
+            if p.candidate.form == problem.form and p.verdict.hbm is not None
         ]
 
     def _learned(self, problem: Problem, near: Choice) -> Correction:
-        """What was learned around ``near``; for a number of microbatches of which none was compiled, what one microbatch taught."""
+        """What was learned around ``near``; for a form of which none was compiled, what the plain one taught."""
         if samples := self._samples(problem):
             return learn(problem, samples, near)
-        other = self.problem(1)
-        assert other is not None, "one microbatch is always a problem"
-        samples = self._samples(other)
-        return learn(other, samples, samples[-1].choice) if samples else Correction()
+        samples = self._samples(self.plain)
+        return learn(self.plain, samples, samples[-1].choice) if samples else Correction()
 
     def _limits(self, problem: Problem, spare: float = 0.0) -> Limits:
         return Limits(hbm_bytes=problem.hbm_budget_bytes - spare, host_bytes=problem.host_budget_bytes)
 
     def _tried(self, problem: Problem, choice: Choice) -> Proven | None:
-        same = (p for p in self.proven if p.candidate.microbatches == problem.microbatches and p.candidate.choice == choice)
+        same = (p for p in self.proven if p.candidate.form == problem.form and p.candidate.choice == choice)
         return next(same, None)
 
     def candidate(self, problem: Problem, choice: Choice) -> Candidate:
         written = {t.name: t.written for t in self.work.tensors if t.role == "activation"}
-        options = _options(problem.microbatches)
         rules = choices.rules_of(problem, choice, written)
-        return Candidate(summary=choices.in_words(problem, choice, options), choice=choice, rules=rules, options=options)
+        return Candidate(summary=choices.in_words(problem, choice), choice=choice, rules=rules, form=problem.form)
 
     def _proof(self, best: float) -> str:
         if not math.isfinite(best):
@@ -229,14 +230,10 @@ class _Search:
         compiled = sum(p.verdict.compiled for p in self.proven)
         return f"search: {compiled} candidates compiled in {show_seconds(time.monotonic() - self.began)}; {self.ended}"
 
-    def corrected(self) -> dict[int, tuple[Problem, Correction]]:
+    def corrected(self) -> dict[Form, tuple[Problem, Correction]]:
         """Each problem of which something was compiled, with all that was learned."""
         out = {}
-        for microbatches, problem in self.problems.items():
+        for form, problem in self.problems.items():
             if problem is not None and (samples := self._samples(problem)):
-                out[microbatches] = (problem, learn(problem, samples, samples[-1].choice))
+                out[form] = (problem, learn(problem, samples, samples[-1].choice))
         return out
-
-
-def _options(microbatches: int) -> dict[str, Any]:
-    return {"microbatches": microbatches} if microbatches > 1 else {}

@@ -1,17 +1,16 @@
-"""From a traced workload and a machine to the placement problem, for one number of microbatches.
+"""From a traced workload and a machine to the placement problem, for one form.
 
 Bytes are those of three plans by rule (everything kept, everything on the host, everything recomputed), so that whatever a plan would
 refuse or leave alone is no choice here either: the rules of ``plan`` stay the one truth.
 """
 
 import dataclasses
-from typing import Any
 
 from forebay.errors import PlacementError
 from forebay.hardware import Hardware
 from forebay.plan import Plan
 from forebay.search.pricing import Prices
-from forebay.search.problem import HBM, HOST, RECOMPUTE, Group, Problem, Value
+from forebay.search.problem import HBM, HOST, RECOMPUTE, Form, Group, Problem, Value
 from forebay.workload import Workload, parts
 
 EVERY_ACTIVATION = "activation:?*"  # a pattern, not the role: it reaches what the program recomputes as written
@@ -28,8 +27,9 @@ class Sources:
     recomputed: Plan
 
 
-def formulate(work: Workload, hardware: Hardware, prices: Prices, options: dict[str, Any]) -> Problem:
-    """The problem that ``options`` of ``Plan.by_hand`` (microbatches, prefetch) leave open."""
+def formulate(work: Workload, hardware: Hardware, prices: Prices, form: Form) -> Problem:
+    """The problem that the options in ``form`` leave open."""
+    options = dict(form)
     everywhere = [EVERY_ACTIVATION] if any(t.role == "activation" for t in work.tensors) else []
     sources = Sources(
         kept=Plan.by_hand(work, dict.fromkeys(everywhere, HBM), hardware=hardware, options=options),
@@ -39,7 +39,7 @@ def formulate(work: Workload, hardware: Hardware, prices: Prices, options: dict[
     passes = options.get("microbatches", 1)
     share = 1 / hardware.devices
     values, forward = _values(work, sources, prices, share, passes)
-    groups = tuple(_group(work, sources, f, passes) for f, family in enumerate(work.families) if family.params or family.state)
+    groups = tuple(_group(work, sources, f, prices, passes) for f, family in enumerate(work.families) if family.params or family.state)
     counted = sum(g.param_bytes + g.gradient_bytes + g.state_bytes for g in groups)
     standing = [e for e in sources.kept.entries if e.role not in ("activation", "communication") and e.placement == HBM]
     phases = [seconds for loop in forward for seconds in (loop, BACKWARD * loop)]
@@ -51,7 +51,7 @@ def formulate(work: Workload, hardware: Hardware, prices: Prices, options: dict[
         hbm_fixed_bytes=max(0.0, sum(e.bytes_per_device for e in standing) - counted),
         hbm_budget_bytes=hardware.hbm_budget_bytes,
         host_budget_bytes=hardware.host_budget_bytes_per_device,
-        microbatches=passes,
+        form=form,
     )
 
 
@@ -102,7 +102,7 @@ def _compute_dtype(activations) -> str:
     return max(held, key=held.__getitem__, default="float32")
 
 
-def _group(work: Workload, sources: Sources, f: int, passes: int) -> Group:
+def _group(work: Workload, sources: Sources, f: int, prices: Prices, passes: int) -> Group:
     family, plan, hosted = work.families[f], sources.kept, sources.hosted
     params, gradients, state = (plan.role(role) for role in ("parameter", "gradient", "optimizer"))
     moved_params, moved_state = hosted.role("parameter"), hosted.role("optimizer")
@@ -124,6 +124,7 @@ def _group(work: Workload, sources: Sources, f: int, passes: int) -> Group:
         copy_bytes=copies,
         slice_bytes=3 * masters / length if loop is not None else 2 * masters,
         fused=f in hosted.fused,
+        fuse_seconds=prices.update(masters + sum(state[j].bytes_per_device for j in movable)),
         passes=passes,
     )
 

@@ -21,9 +21,13 @@ compiled candidates, not known here.
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 HBM, HOST, RECOMPUTE = "hbm", "host", "recompute"
 LANES = ("to_device", "to_host")
+
+
+Form = tuple[tuple[str, Any], ...]  # options of ``Plan.by_hand``, sorted by name
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +55,8 @@ class Group:
 
     ``layers``: in how many equal parts its state can move; 0: not at all. ``loop`` is None for parameters outside the loops.
     ``travel_bytes`` is what one pass over the parameters fetches, ``copy_bytes`` that of a compute copy, 0 without one. ``fused``:
-    with its parameters on the host it is updated inside the backward pass, and no gradient of it stands anywhere. ``passes``: how
-    often a step goes forward and back.
+    with all its state on the host, or its parameters, it is updated inside the backward pass, and no gradient of it stands anywhere;
+    ``fuse_seconds`` is what that costs where all of it stands in HBM. ``passes``: how often a step goes forward and back.
     """
 
     params: tuple[str, ...]
@@ -67,7 +71,12 @@ class Group:
     copy_bytes: float = 0.0
     slice_bytes: float = 0.0
     fused: bool = False
+    fuse_seconds: float = 0.0
     passes: int = 1
+
+    def updated_inside(self, layers: int, on_host: bool, always: bool) -> bool:
+        """Whether the backward pass updates it, with ``layers`` of its state on the host and, or not, its parameters."""
+        return self.fused and (on_host or 0 < layers == self.layers or (always and layers == 0))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +105,7 @@ class Correction:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Everything that one choice of microbatches leaves open. ``compute_seconds`` has two phases for each loop and the update last."""
+    """Everything that the options in ``form`` leave open. ``compute_seconds`` has two phases for each loop and the update last."""
 
     values: tuple[Value, ...]
     groups: tuple[Group, ...]
@@ -105,11 +114,16 @@ class Problem:
     hbm_fixed_bytes: float
     hbm_budget_bytes: float
     host_budget_bytes: float
-    microbatches: int = 1
+    form: Form = ()
 
     def __post_init__(self):
         assert len(self.compute_seconds) % 2 == 1, "two phases for each loop, and the update"
         assert all(u < v for v, value in enumerate(self.values) for u in value.inputs), "values stand behind what they are made of"
+
+    @property
+    def fuses_all(self) -> bool:
+        """Whether what stands in HBM is updated inside the backward pass too."""
+        return dict(self.form).get("fuse_update") == "always"
 
     @property
     def update(self) -> int:
@@ -152,10 +166,11 @@ def value_traffic(value: Value) -> Iterator[tuple[int, str, float]]:
     yield phase_of(value.loop, True), "to_device", value.stack_bytes
 
 
-def state_traffic(problem: Problem, group: Group) -> Iterator[tuple[int, str, float]]:
-    """(phase, lane, bytes) of all of a group's state on the host while its parameters stay in HBM."""
+def state_traffic(problem: Problem, group: Group, inside: bool) -> Iterator[tuple[int, str, float]]:
+    """(phase, lane, bytes) of all of a group's state on the host, ``inside``: updated in the backward pass."""
+    phase = phase_of(group.loop, True) if inside and group.loop is not None else problem.update
     for lane in LANES:
-        yield problem.update, lane, group.state_bytes
+        yield phase, lane, group.state_bytes
 
 
 def param_traffic(problem: Problem, group: Group) -> Iterator[tuple[int, str, float]]:
@@ -168,8 +183,6 @@ def param_traffic(problem: Problem, group: Group) -> Iterator[tuple[int, str, fl
         yield update, "to_device", group.travel_bytes * group.passes
     yield back, "to_device", group.travel_bytes * group.passes
     if group.fused:
-        yield from ((update, lane, -group.state_bytes) for lane in LANES)
-        yield from ((back, lane, group.state_bytes) for lane in LANES)
         yield back, "to_device", group.param_bytes if group.copy_bytes else 0.0
         yield back, "to_host", group.param_bytes + group.copy_bytes
     else:
@@ -211,13 +224,15 @@ def estimate(problem: Problem, choice: Choice, correction: Correction) -> Estima
             _add(of_values, value_traffic(value), 1.0)
     for group, layers, on_host in zip(problem.groups, choice.state_layers, choice.params_on_host, strict=True):
         share = layers / group.layers if group.layers else 0.0
+        inside = group.updated_inside(layers, on_host, problem.fuses_all)
         hbm, host = hbm + group.state_bytes * (1 - share), host + group.state_bytes * share
-        _add(of_groups, state_traffic(problem, group), share)
+        _add(of_groups, state_traffic(problem, group, inside), share)
         if on_host:
             hbm, host = hbm + group.slice_bytes, host + hosted_param_bytes(group)
             _add(of_groups, param_traffic(problem, group), 1.0)
         else:
-            hbm += group.param_bytes + group.gradient_bytes
+            hbm += group.param_bytes + (0.0 if inside else group.gradient_bytes)
+            keep += group.fuse_seconds if inside and not layers else 0.0
     at_once: dict[int, float] = {}
     again_in = [0.0 for _ in phases]
     for v in again:

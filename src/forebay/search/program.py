@@ -4,6 +4,7 @@
     where       k, h      0 or 1    a value is kept in HBM, or on the host
                 r         [0, 1]    a value is rebuilt; whole numbers by themselves once k and h are
                 n, p      0 .. L, 0 or 1    parts of a group's state, and its parameters, on the host
+                f         0 or 1    a group has all its state on the host (or none): it is updated in the backward pass, without gradients
                 e         >= 0      exposed seconds of a phase, at least copies - compute - rebuilding, for each lane
                 w         >= 0      the values of one layer while they are rebuilt
     subject to  r + k + h >= 1                  for what the backward pass reads
@@ -26,6 +27,7 @@ from forebay.search.problem import (
     RECOMPUTE,
     Choice,
     Correction,
+    Group,
     Problem,
     hosted_param_bytes,
     param_traffic,
@@ -75,6 +77,8 @@ class _Variables:
     again: list[int]
     layers: list[int]
     params: list[int]
+    full: list[int]
+    none: list[int]
     exposed: list[int]
     room: int
 
@@ -111,12 +115,28 @@ def _variables(problem: Problem, rows: _Rows) -> _Variables:
         again=[rows.variable(1.0, False) for _ in problem.values],
         layers=[rows.variable(g.layers if link else 0, True) for g in problem.groups],
         params=[rows.variable(link and g.param_moves, True) for g in problem.groups],
+        full=[rows.variable(link and g.fused, True) for g in problem.groups],
+        none=[rows.variable(problem.fuses_all and g.fused, True) for g in problem.groups],
         exposed=[rows.variable(math.inf, False) for _ in problem.compute_seconds],
         room=rows.variable(math.inf, False),
     )
     for g, group in enumerate(problem.groups):  # parameters leave with their state
         rows.at_least({at.layers[g]: 1.0, at.params[g]: -float(group.layers)}, 0.0)
+        _inside(rows, at, g, group, problem.fuses_all)
     return at
+
+
+def _inside(rows: _Rows, at: _Variables, g: int, group: Group, always: bool) -> None:
+    """``full`` is 1 where all of a fused group's state (without any: its parameters) has left, ``none`` where nothing has."""
+    layers, full, none, count = at.layers[g], at.full[g], at.none[g], float(group.layers)
+    if not group.fused:
+        return
+    left, most = (layers, count) if count else (at.params[g], 1.0)
+    rows.at_least({left: 1.0, full: -most}, 0.0)
+    rows.at_most({left: 1.0, full: -1.0}, most - 1)
+    if always:
+        rows.at_least({left: 1.0, none: 1.0}, 1.0)
+        rows.at_most({left: 1.0, none: most}, most)
 
 
 def _rebuilding(problem: Problem, rows: _Rows, at: _Variables) -> None:
@@ -145,7 +165,8 @@ def _hbm_row(problem: Problem, correction: Correction, at: _Variables) -> tuple[
         fixed += group.state_bytes + group.param_bytes + group.gradient_bytes
         if group.layers:
             row[at.layers[g]] = -group.state_bytes / group.layers / _MIB
-        row[at.params[g]] = (group.slice_bytes - group.param_bytes - group.gradient_bytes) / _MIB
+        row[at.params[g]] = (group.slice_bytes - group.param_bytes - (0.0 if group.fused else group.gradient_bytes)) / _MIB
+        row[at.full[g]] = row[at.none[g]] = -group.gradient_bytes / _MIB
     return row, fixed / _MIB
 
 
@@ -170,7 +191,10 @@ def _lanes(problem: Problem, correction: Correction, rows: _Rows, at: _Variables
     for v, value in enumerate(problem.values):
         add(at.hosted[v], value_traffic(value))
     for g, group in enumerate(problem.groups):
-        add(at.layers[g], state_traffic(problem, group), 1 / max(1, group.layers))
+        add(at.layers[g], state_traffic(problem, group, False), 1 / max(1, group.layers))
+        if group.layers:
+            add(at.full[g], state_traffic(problem, group, False), -1.0)
+            add(at.full[g], state_traffic(problem, group, True))
         add(at.params[g], param_traffic(problem, group))
     link = problem.link
     for phase, compute in enumerate(problem.compute_seconds):
@@ -198,6 +222,8 @@ def _time_objective(problem, correction, rows, at, hbm, copies) -> None:
     for v, value in enumerate(problem.values):
         rows.objective[at.again[v]] += correction.rebuild * value.rebuild_seconds
         rows.objective[at.kept[v]] += value.keep_seconds
+    for g, group in enumerate(problem.groups):
+        rows.objective[at.none[g]] += group.fuse_seconds
     for variable in at.exposed:
         rows.objective[variable] += correction.exposed
     for variable, seconds in copies.items():

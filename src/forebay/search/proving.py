@@ -4,7 +4,6 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from forebay.compiler import judge
 from forebay.compiler.judging import TIME_LIMIT_SECONDS
@@ -13,7 +12,7 @@ from forebay.hardware import Hardware
 from forebay.plan import Plan
 from forebay.records import Forecast, Verdict
 from forebay.runtime import train_step
-from forebay.search.problem import Choice
+from forebay.search.problem import Choice, Form
 from forebay.timeline import charge, predict
 from forebay.workload import Workload
 
@@ -23,16 +22,12 @@ _DISABLE = "xla_disable_hlo_passes"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A choice with the rules and options that carry it out, not compiled yet."""
+    """A choice of the problem that the options in ``form`` leave open, with the rules that carry it out; not compiled yet."""
 
     summary: str
     choice: Choice
     rules: Mapping[str, str]
-    options: Mapping[str, Any]
-
-    @property
-    def microbatches(self) -> int:
-        return self.options.get("microbatches", 1)
+    form: Form
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +63,7 @@ def prove(
 
 
 def _prove(work, hardware, candidate: Candidate, work_done, deadline: float | None) -> Proven:
-    plan = _as_planned(Plan.by_hand(work, candidate.rules, hardware=hardware, options=candidate.options), hardware)
+    plan = _as_planned(Plan.by_hand(work, candidate.rules, hardware=hardware, options=dict(candidate.form)), hardware)
     limit = TIME_LIMIT_SECONDS if deadline is None else max(1.0, deadline - time.monotonic())
     plan = judged(plan, hardware, time_limit_seconds=limit)
     forecast, why_not = forecast_of(plan.verdict, hardware, work_done)
@@ -87,7 +82,7 @@ def forecast_of(verdict: Verdict | None, hardware: Hardware, work_done: Mapping[
     if verdict is None or not verdict.compiled:
         return None, verdict.reason if verdict else "the compiler was not asked"
     try:
-        return predict(verdict, hardware, **work_done), ""
+        return predict(verdict, hardware, tokens=work_done.get("tokens"), flops_per_token=work_done.get("flops_per_token")), ""
     except InputError as unknown:
         return None, str(unknown)
 
