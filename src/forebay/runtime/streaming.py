@@ -132,8 +132,9 @@ def steps(
     """``visit`` as a generator, with a step for each job.
 
     A step yields what its update made, the host stacks that the next job reads and those that the job before wrote, and is sent the same
-    behind a barrier: the write and the next reads start behind that, side by side. Behind the last job those are the reads ``after``. The barrier stands on the stacks,
-    not on the index: XLA does not see through an index behind a barrier, and makes the read a kernel over the link instead of a copy.
+    behind a barrier: the write and the next reads start behind that, side by side. Behind the last job those are the reads ``after``. The
+    barrier stands on the stacks, not on the index: XLA does not see through an index behind a barrier, and makes the read a kernel over
+    the link instead of a copy.
     ``fetched``: what the first job reads from the host, fetched by the turn before; another job may read other slices of these arrays.
     """
     out = []

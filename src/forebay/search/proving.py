@@ -77,7 +77,7 @@ def judged(plan: Plan, hardware: Hardware, time_limit_seconds: float = TIME_LIMI
     return dataclasses.replace(plan, verdict=judge(step, args, hardware, plan=plan, time_limit_seconds=time_limit_seconds))
 
 
-def forecast_of(verdict: Verdict | None, hardware: Hardware, work_done: Mapping[str, Any]) -> tuple[Forecast | None, str]:
+def forecast_of(verdict: Verdict | None, hardware: Hardware, work_done: Mapping[str, float | None]) -> tuple[Forecast | None, str]:
     """The forecast of a compiled step, or None and why there is none: nothing was compiled, or a figure of the machine is not known."""
     if verdict is None or not verdict.compiled:
         return None, verdict.reason if verdict else "the compiler was not asked"
