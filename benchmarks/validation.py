@@ -191,9 +191,12 @@ def replay_row() -> dict:
     row = {"row": "llama-3.1-70b", "machine": machine.name}
     if not verdict.compiled:
         return row | {"not_compiled": verdict.reason}
-    text, began = verdict.hlo, time.perf_counter()
-    forecast = predict(text, machine)
-    return row | {"read_and_replay_seconds": time.perf_counter() - began, "step_seconds": forecast.step_seconds}
+    text, seconds = verdict.hlo, []
+    for _ in range(3):  # the best: other work on the machine only makes it slower
+        began = time.perf_counter()
+        forecast = predict(text, machine)
+        seconds.append(time.perf_counter() - began)
+    return row | {"read_and_replay_seconds": min(seconds), "step_seconds": forecast.step_seconds}
 
 
 def percent(value: float) -> str:
