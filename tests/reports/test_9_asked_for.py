@@ -56,6 +56,12 @@ def test_optimizer_state_by_fraction(work):
     assert places(plan, "nu/layers/up") == ["host", "host", "hbm"]
 
 
+def test_a_fraction_of_all_state_trains_as_the_resident_run(work):
+    program, optimizer = work[0], optax.adam(1e-2)
+    got, _ = planned(program, optimizer, {"optimizer": "host:50%", "activation": "recompute"}, steps=2)
+    assert_equal(got, resident(program, optimizer, steps=2), 1e-10)
+
+
 def test_frozen_parameters_train_under_offload_as_in_lora():
     labels = lambda p: jax.tree_util.tree_map_with_path(lambda path, _: "own" if "head" in jax.tree_util.keystr(path) else "base", p)  # noqa: E731
     optimizer = optax.multi_transform({"own": optax.adam(1e-2), "base": optax.set_to_zero()}, labels)

@@ -33,6 +33,12 @@ def test_packs_never_take_more_turns_than_one_leaf_a_visit(sizes):
     assert turns(weights) <= turns(sorted(sizes, reverse=True))
 
 
+def test_leaves_that_move_nothing_leave_no_empty_pack():
+    assert packs([0, 0, 0]) == [[0, 1, 2]]
+    assert sorted(k for one in packs([0, 7, 0, 0]) for k in one) == [0, 1, 2, 3]
+    assert all(packs([0, 7, 0, 0]))
+
+
 def test_the_leaves_of_a_llama_fill_the_link():
     sizes = [224, 224, 224, 16, 64, 64, 16]
     weights = [sum(sizes[k] for k in one) for one in packs(sizes)]

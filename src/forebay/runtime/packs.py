@@ -37,7 +37,7 @@ def _deal(sizes: Sequence[int], count: int) -> list[list[int]]:
         made[at].append(k)
         weights[at] += sizes[k]
     order = sorted(range(count), key=lambda at: -weights[at])
-    return [sorted(made[at]) for at in order]
+    return [sorted(made[at]) for at in order if made[at]]  # leaves in HBM weigh nothing, and may all lie in one pack
 
 
 def _turns(weights: list[int]) -> int:
