@@ -100,8 +100,9 @@ def optimizer_forms(size: Size, hardware) -> Iterator[Form]:
         return optax.apply_updates(params, updates), _like(new, state)
 
     resident = fb.Plan.by_hand(work, {}, hardware=hardware)
-    turns = fb.Plan.by_hand(work, {"optimizer": "host"}, hardware=hardware, options={"duplex": "never"})
-    both = fb.Plan.by_hand(work, {"optimizer": "host"}, hardware=hardware)
+    alone = {"fuse_update": "never"}  # the update by itself, without a backward pass to run beside
+    turns = fb.Plan.by_hand(work, {"optimizer": "host"}, hardware=hardware, options={"duplex": "never"} | alone)
+    both = fb.Plan.by_hand(work, {"optimizer": "host"}, hardware=hardware, options=alone)
 
     def form(name, plan, fn=None, **more):
         state = plan.abstract_state()

@@ -19,6 +19,7 @@ from rich.table import Table
 
 import forebay as fb
 from forebay.errors import ForebayError
+from forebay.search.proving import judged
 from forebay.training.models import llama, presets
 from forebay.units import GIB
 
@@ -127,8 +128,7 @@ def _judged(name: str, work, hardware, rules: dict[str, str], work_done) -> Plan
         plan = fb.Plan.by_hand(work, rules, hardware=hardware)
     except ForebayError as refused:
         return Plan(name=name, fits=False, reason=str(refused), hbm_bytes=None, host_bytes=None, step_seconds=None, executed_flops=None)
-    step = fb.train_step(work.loss_fn, work.optimizer, plan)
-    verdict = fb.judge(step, (plan.abstract_state(), plan.abstract_batch()), hardware, plan=plan)
+    verdict = judged(plan, hardware).verdict
     return _plan(name, verdict, fb.predict(verdict, hardware, **work_done).to_json() if verdict.compiled else None)
 
 
@@ -157,18 +157,22 @@ def main() -> int:
     parser = record.arguments(__doc__)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of each search")
     given = parser.parse_args()
-    rows, console = [], Console(width=record.WIDTH)
+    console, holds = Console(width=record.WIDTH), True
     for case in (c for c in CASES if given.only in c.name):
-        rows.append(measure(case, given.budget))
-        show(rows[-1], console)
-    if rows and not given.only:
-        _keep(rows, given.results)
-    return 0 if all(r.holds for r in rows) else 1
+        row = measure(case, given.budget)
+        show(row, console)
+        _keep(row, given.results)
+        holds &= row.holds
+    return 0 if holds else 1
 
 
-def _keep(rows: list[Row], folder) -> None:
-    path = record.keep("plans", "deviceless", (), rows[0].versions, folder)
-    kept = json.loads(path.read_text()) | {"rows": [dataclasses.asdict(r) | {"holds": r.holds} for r in rows]}
+def _keep(row: Row, folder) -> None:
+    """Put a row beside those that other runs of the day have kept, in place of an older one of its case."""
+    made = dataclasses.asdict(row) | {"holds": row.holds}
+    path = record.path_of("plans", "deviceless", folder)
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    record.keep("plans", "deviceless", (), row.versions, folder)
+    kept = json.loads(path.read_text()) | {"rows": [r for r in before if r["case"] != made["case"]] + [made]}
     path.write_text(json.dumps(kept, indent=1) + "\n")
     print(f"written: {path}")
 

@@ -73,12 +73,16 @@ def show(title: str, rows: Sequence[Row], unit: int, name: str, console: Console
     (console or Console(width=WIDTH)).print(table)
 
 
+def path_of(theme: str, machine: str, folder: Path = RESULTS) -> Path:
+    """The file of today's results."""
+    return folder / f"{theme}_{machine.replace(':', '-')}_{datetime.date.today().isoformat()}.json"
+
+
 def keep(theme: str, machine: str, rows: Sequence[Row], versions: dict, folder: Path = RESULTS, **facts: Any) -> Path:
     """Write ``<theme>_<machine>_<date>.json`` and return its path."""
-    today = datetime.date.today().isoformat()
-    path = folder / f"{theme}_{machine.replace(':', '-')}_{today}.json"
+    path = path_of(theme, machine, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    record = {"theme": theme, "machine": machine, "date": today, "versions": dict(versions), **facts}
+    record = {"theme": theme, "machine": machine, "date": datetime.date.today().isoformat(), "versions": dict(versions), **facts}
     record["rows"] = [dataclasses.asdict(r) | {"within": r.within} for r in rows]
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path

@@ -87,7 +87,7 @@ def forms(size: Size, hardware) -> Iterator[Form]:
     optimizer = optax.adamw(1e-4)
     batch = jax.ShapeDtypeStruct((hardware.devices, size.model), jnp.float32)
     work = fb.trace(loss_fn, optimizer, layers_of(size), batch)
-    plan = fb.Plan.by_hand(work, {"optimizer": "host"}, hardware=hardware)
+    plan = fb.Plan.by_hand(work, {"optimizer": "host"}, hardware=hardware, options={"fuse_update": "never"})
     state = plan.abstract_state()
     outs = jax.tree.map(lambda leaf: leaf.sharding, (state.params, state.opt_state))
     grads = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state.params)

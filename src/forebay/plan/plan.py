@@ -233,7 +233,17 @@ class Plan:
             return dict.fromkeys(hosted, "it waits for the last microbatch")
         tried = [f for f in trained if self._fuse_update == "always" or self.on_host(f)]
         two_pass = self._fuse_update == "two_pass"
-        return {f: why_not(work, work.families[f], self._stream(f, True), tainted, two_pass) for f in tried}
+        found = {f: why_not(work, work.families[f], self._stream(f, True), tainted, two_pass) for f in tried}
+        if self._fuse_update == "auto" and self.options.get("duplex", "auto") != "never":
+            loops = [
+                {f for f, why in found.items() if not why and set(work.families[f].params) & set(loop.params)}
+                for loop in work.program.loops
+            ]
+            lone = {f for inside in loops if len(inside) == 1 for f in inside if f not in hosted}
+            found |= dict.fromkeys(
+                lone, "alone in its loop its copies would take turns: behind the backward pass its halves run both ways at once"
+            )
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """plan.json as a dict."""
