@@ -25,6 +25,20 @@ ONE_LINE = [
     ("OSError: [Errno 28] No space left on device", DISK, None, None),
     ("Memory cgroup out of memory: Killed process 41 (python) total-vm:90kB, anon-rss:2097152kB, file-rss:0kB", RAM, None, None),
     ("RESOURCE_EXHAUSTED: something new", HBM, None, None),
+    ("INTERNAL: CUDNN_STATUS_ALLOC_FAILED", OUTSIDE, None, None),
+    ("NCCL operation failed: unhandled cuda error. Last error: 'Failed to CUDA calloc async 608 bytes'.", OUTSIDE, None, None),
+    ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.", RAM, None, None),
+    ("numpy.core._exceptions._ArrayMemoryError: MemoryError: Unable to allocate 40.0 GiB for an array", RAM, 40 * GIB, None),
+    ("RESOURCE_EXHAUSTED: CUDA error: Failed to allocate 1073741824 bytes for new constant", HBM, GIB, None),
+    (
+        (
+            "RESOURCE_EXHAUSTED: Attempting to reserve 12.50G at the bottom of memory. That was not possible. There are 9.02G free, "
+            "0B reserved, and 9.02G reservable. (0x0x0_HBM0)"
+        ),
+        HBM,
+        int(12.5 * GIB),
+        0,
+    ),
 ]
 
 

@@ -15,10 +15,19 @@ from forebay.records.reading import check_digits
 from forebay.units import GIB, KIB, MIB, TIB
 
 HBM, POOL, RAM, DISK, OUTSIDE, VMEM = "hbm", "pinned host pool", "host RAM", "disk", "device memory outside the pool", "on-chip memory"
-MARKS = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory", "ran out of memory", "Ran out of memory", "OUT_OF_MEMORY", "oom-kill")
+MARKS = (
+    "RESOURCE_EXHAUSTED",
+    "Out of memory",
+    "out of memory",
+    "OUT_OF_MEMORY",
+    "oom-kill",
+    "oom_kill",
+    "STATUS_ALLOC_FAILED",
+    "CUDA calloc",
+)
 MOST_CHARACTERS = 16 * 2**20
 
-_NUMBER = r"\d{1,20}(?:\.\d{1,10})?"
+_NUMBER = r"\d{1,20}(?:\.\d{1,10})?(?!\.?\d)"
 _SIZE = rf"({_NUMBER}) ?(TiB|GiB|MiB|KiB|T|G|M|K|B|bytes)?"
 _UNITS = {"T": TIB, "G": GIB, "M": MIB, "K": KIB, "B": 1, "b": 1}
 
@@ -74,7 +83,12 @@ _FORMS = (
     _form(HBM, "compile", r"[Rr]an out of memory in memory space hbm\. Used <needed> of <limit> hbm"),
     _form(VMEM, "compile", r"[Rr]an out of memory in memory space (?:vmem|smem|cmem)[^\n]*"),
     _form(HBM, "load", r"Error loading program: Attempting to (?:reserve|allocate) <asked> [^\n]*There are <free> free"),
-    _form(HBM, "run", r"Attempting to (?:reserve|allocate) <asked>\.[^\n]*There are <free> free(?:\.; \((?:\w+)_HBM(?P<device>\d+)\))?"),
+    _form(
+        HBM,
+        "run",
+        r"Attempting to (?:reserve|allocate) <asked>(?: at the bottom of memory)?\."
+        r"[^\n]*There are <free> free(?:[^\n]*?_HBM(?P<device>\d+)\))?",
+    ),
     _form(HBM, "run", r"Allocator \(GPU_(?P<device>\d+)_bfc\w*\) ran out of memory trying to allocate <asked>"),
     _form(HBM, "run", r"Failed to allocate request for <asked> (?:\(\d+B\) )?on device ordinal (?P<device>\d+)"),
     _form(
@@ -84,8 +98,11 @@ _FORMS = (
     ),
     _form(OUTSIDE, "run", r"failed to allocate <asked> \(\d+ bytes\) from device: [^\n]*CUDA_ERROR_OUT_OF_MEMORY"),
     _form(HBM, "run", r"Out of memory (?:while trying to allocate|allocating) <asked>"),
+    _form(OUTSIDE, "run", r"(?:CUDNN|CUBLAS|CUSOLVER)_STATUS_ALLOC_FAILED|Failed to CUDA calloc[^\n]*"),
     _form(DISK, "run", r"No space left on device"),
-    _form(RAM, "run", r"oom-kill"),
+    _form(RAM, "run", r"oom[-_]kill"),
+    _form(RAM, "run", r"MemoryError: Unable to allocate <asked>"),
+    _form(HBM, "run", r"Failed to allocate <asked> (?:bytes )?for"),
     _form(HBM, "run", r"RESOURCE_EXHAUSTED|[Oo]ut of memory|OUT_OF_MEMORY"),
 )
 
