@@ -46,7 +46,7 @@ class Report:
             lines.append(f"{check.outcome:8s} {check.name:{width}s}  {check.detail}")
             lines += [f"{'':{width + 10}s} do: {check.mend}"] if check.mend else []
         counts = {outcome: len(self.named(outcome)) for outcome in (PASSED, WARNING, FAILED, SKIPPED)}
-        counted = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+        counted = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count or outcome in (PASSED, FAILED))
         return "\n".join([self.title, *lines, counted])
 
 
