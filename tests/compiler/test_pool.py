@@ -75,6 +75,29 @@ def test_an_abort_of_xla_is_a_reason_with_its_last_words(hardware):
     assert "Check failed" in verdict.reason
 
 
+def ended_by_itself(tmp_path, logged):
+    """A worker whose process has ended with exit code 1 after it printed ``logged``."""
+    worker = object.__new__(pool.Worker)
+    worker.folder, worker.log = tmp_path, tmp_path / "stderr"
+    worker.log.write_text(logged)
+    ends = [sys.executable, "-c", "raise SystemExit(1)"]
+    worker.process = subprocess.Popen(ends, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    worker._requests, worker._replies = worker.process.stdin, worker.process.stdout
+    return worker
+
+
+def test_llvm_ending_the_process_is_a_reason_and_a_worker_that_never_began_an_error(tmp_path):
+    stamp = "0101 00:00:00.0 1"
+    said = f"E{stamp} xtile.cc:1] LLVM Fatal Error: size mismatch\nROOT x = f32[]\n}}\nF{stamp} a.cc:4] *** Begin stack trace ***\n"
+    found = ended_by_itself(tmp_path, f"start-up noise\n{pool._MARKER}\n{said}")._died(0, time.monotonic())
+    assert found.status == "aborted"
+    assert found.reason.startswith("the compiler process ended by itself with exit code 1")
+    assert found.reason.endswith("E xtile.cc:1] LLVM Fatal Error: size mismatch")
+    tmp_path.mkdir()  # a worker that has ended takes its folder with it
+    with pytest.raises(CompilerError, match="did not start"):
+        ended_by_itself(tmp_path, "no module named forebay")._died(0, time.monotonic())
+
+
 def test_what_depends_on_the_moment_is_not_cached(hardware):
     assert judge(lambda x: x - 1, ARGS, hardware, time_limit_seconds=0.0).fits is None
     again = judge(lambda x: x - 1, ARGS, hardware)

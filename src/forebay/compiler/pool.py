@@ -106,23 +106,26 @@ class Worker:
         return None
 
     def _died(self, printed: int, start: float) -> Outcome:
-        code = self.process.wait()
+        code, began = self.process.wait(), _MARKER in self._logged(printed)
         messages = self._printed(printed)
         self.close()
-        if code >= 0:
-            raise CompilerError(f"the compile worker did not start or ended by itself (exit {code}): {' | '.join(messages[-3:])}")
+        if code >= 0 and not began:
+            raise CompilerError(f"the compile worker did not start (exit {code}): {' | '.join(messages[-3:])}")
+        ended = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended by itself with exit code {code}"
         if code == -signal.SIGKILL:
             status, why = kinds.KILLED, "as the kernel does when memory runs out, or somebody did"
         else:
             status, why = kinds.ABORTED, f"XLA stops this way on an internal check; its last words: {_last_words(messages)}"
-        reason = f"the compiler process died of {signal.Signals(-code).name}: {why}"
+        reason = f"the compiler process {ended}: {why}"
         return Outcome(status=status, reason=reason, messages=messages, compile_seconds=time.monotonic() - start)
 
-    def _printed(self, since: int) -> tuple[str, ...]:
+    def _logged(self, since: int) -> str:
         with open(self.log, "rb") as log:
             log.seek(since)
-            text = log.read().decode(errors="replace")
-        lines = text.rpartition(_MARKER)[2].splitlines()
+            return log.read().decode(errors="replace")
+
+    def _printed(self, since: int) -> tuple[str, ...]:
+        lines = self._logged(since).rpartition(_MARKER)[2].splitlines()
         return tuple(dict.fromkeys(_LOG_STAMP.sub(r"\1 ", line.strip()) for line in lines if line.strip()))
 
     def resident_bytes(self) -> int:
@@ -144,9 +147,10 @@ class Worker:
 
 
 def _last_words(messages: tuple[str, ...]) -> str:
-    """The line of the failed check; without one the last line that is not a frame of the stack trace after it."""
-    spoken = [line for line in messages if not line.startswith(("@", "***"))]
-    return next((line for line in spoken if line.startswith("F ")), spoken[-1] if spoken else "none")
+    """The line of the failed check; without one the last line of an error, or the last that is not a frame of the stack trace after it."""
+    spoken = [line for line in messages if not line.startswith("@") and "***" not in line]
+    fatal, errors = ([line for line in spoken if line.startswith(level)] for level in ("F ", "E "))
+    return next(iter((*fatal[:1], *errors[-1:], *spoken[-1:])), "none")
 
 
 def compile_in_worker(request: dict, bytecode: bytes, time_limit_seconds: float, memory_limit_bytes: int) -> Outcome:
