@@ -212,7 +212,6 @@ def rebuilt(problem: Problem, places: Sequence[str]) -> frozenset[int]:
 
 def estimate(problem: Problem, choice: Choice, correction: Correction) -> Estimate:
     """Price one choice."""
-    again = rebuilt(problem, choice.places)
     phases = range(len(problem.compute_seconds))
     of_values, of_groups = ({(phase, lane): 0.0 for phase in phases for lane in LANES} for _ in range(2))
     hbm, host, keep = problem.hbm_fixed_bytes + correction.workspace_bytes, 0.0, 0.0
@@ -233,13 +232,8 @@ def estimate(problem: Problem, choice: Choice, correction: Correction) -> Estima
         else:
             hbm += group.param_bytes + (0.0 if inside else group.gradient_bytes)
             keep += group.fuse_seconds if inside and not layers else 0.0
-    at_once: dict[int, float] = {}
-    again_in = [0.0 for _ in phases]
-    for v in again:
-        value = problem.values[v]
-        at_once[value.loop] = at_once.get(value.loop, 0.0) + value.slice_bytes
-        again_in[phase_of(value.loop, True)] += value.rebuild_seconds
-    hbm += max(at_once.values(), default=0.0)
+    again_in, at_once = _rebuilding(problem, rebuilt(problem, choice.places))
+    hbm += at_once
     exposed = 0.0
     for phase in phases:
         lanes = lane_seconds(problem, *(of_values[phase, lane] + of_groups[phase, lane] for lane in LANES))
@@ -253,6 +247,17 @@ def estimate(problem: Problem, choice: Choice, correction: Correction) -> Estima
         seconds=seconds, hbm_bytes=hbm, host_bytes=host, rebuild_seconds=sum(again_in), keep_seconds=keep, exposed_seconds=exposed,
         value_copy_seconds=beside_values, group_copy_seconds=beside_groups,
     )  # fmt: skip
+
+
+def _rebuilding(problem: Problem, again: frozenset[int]) -> tuple[list[float], float]:
+    """The seconds that each phase spends on making values again, and the bytes of one layer's that stand together at most."""
+    at_once: dict[int, float] = {}
+    seconds = [0.0 for _ in problem.compute_seconds]
+    for v in again:
+        value = problem.values[v]
+        at_once[value.loop] = at_once.get(value.loop, 0.0) + value.slice_bytes
+        seconds[phase_of(value.loop, True)] += value.rebuild_seconds
+    return seconds, max(at_once.values(), default=0.0)
 
 
 def lane_seconds(problem: Problem, to_device: float, to_host: float) -> tuple[float, ...]:
