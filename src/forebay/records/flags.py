@@ -45,6 +45,15 @@ _ACROSS = "between nodes steps are 4 to 6 % faster: gathers and reductions of a 
 
 OPTIONS = (
     KnownOption(
+        id="collective-kernels",
+        values={"xla_gpu_experimental_use_collective_kernels": ""},
+        chosen=True,
+        when="nodes",
+        reason="over several nodes the all-reduce of one number becomes a Triton kernel on which LLVM ends the compiler's process",
+        source=EVIDENCE,
+        versions=("0.12", None),
+    ),
+    KnownOption(
         id="latency-hiding-scheduler",
         values={"xla_gpu_enable_latency_hiding_scheduler": True},
         chosen=False,
