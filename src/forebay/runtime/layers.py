@@ -1,4 +1,4 @@
-"""A layer loop over host parameters, forwards and backwards, with fetches one layer ahead and the update inside.
+"""A layer loop driven by hand, forwards and backwards, with fetches one layer ahead and the update inside.
 
 Idea (ZeRO-Offload, LOMO): the cotangent of a layer's weights is complete when the backward pass leaves that layer, so its
 update can run right there and no gradient is ever stored. The loop's own derivative is taken one layer at a time by
@@ -16,8 +16,9 @@ copies over them. In the first iteration there is nothing to update, and what st
 
 Cost: HBM holds the weights of two layers and one layer's gradient beside the slices of two leaves of state. With the option
 ``prefetch=0`` a layer is fetched when its turn comes: a layer less in HBM, and its copy beside nothing but its own first matmuls.
+Where nothing of the loop stands on the host, layers are read when their turn comes and updated before the next one's derivative.
 Limits: one derivative only (no second order); a parameter whose update needs the whole gradient first is not fused: its
-gradient is stacked on the host, as the plan's entry says.
+gradient is stacked, as the plan's entry says.
 """
 
 import dataclasses
