@@ -49,7 +49,12 @@ def compiled_here(machine, tmp_path_factory):
     config = tmp_path_factory.mktemp("target") / "config"
     config.write_text(machine.target.target_config or "")
     command = [sys.executable, compiler_programs.__file__, machine.target.platform, machine.target.topology, str(machine.devices), config]
-    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_gpu_autotune_level=0", "TPU_SKIP_MDS_QUERY": "1"}
+    settings = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -233,15 +233,18 @@ print(xla_bridge.backends_are_initialized())
     assert done.stdout.strip() == "False", done.stderr[-2000:]
 
 
-def test_a_tpu_program_needs_what_its_compiler_allocates_and_no_more():
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_tpu_program_needs_what_its_compiler_allocates_and_no_more(moved):
     """Its temp size counts buffers twice: the compiler accepts a limit below it, and refuses one just below what it allocates."""
     machine = fb.Hardware.named("tpu-v5p:1x1x1")
+    policy = offload("h") if moved else None
 
     def loss(weights, x):
         def layer(h, w):
+            h = checkpoint_name(h, "h")
             return h + jnp.tanh(h @ w[0].astype(h.dtype)) @ w[1].astype(h.dtype), None
 
-        h, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, weights)
+        h, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False, policy=policy), x, weights)
         return (h.astype(jnp.float32) ** 2).sum()
 
     def step(weights, x):

@@ -14,7 +14,7 @@ from forebay.compiler.jaxcompat import Program
 from forebay.compiler.outcome import LASTING, Outcome
 from forebay.records.reading import Unreadable, parse
 
-FORMAT = 2  # raise it when the meaning of an entry changes
+FORMAT = 3  # raise it when the meaning of an entry changes
 LIMIT_BYTES = 2 * 2**30
 _SUFFIX = ".verdict"
 

@@ -171,8 +171,8 @@ def sizes(executable, platform: str) -> dict:
         space: {f"{word}_bytes": getattr(stats, f"{prefix}{name}_size_in_bytes") for name, word in words.items()}
         for space, prefix in (("hbm", ""), ("host", "host_"))
     }
-    if platform == "tpu" and hasattr(stats, "total_allocation_bytes"):  # jax 0.12; it holds temporaries on the host too
-        found["hbm"]["allocated_bytes"] = stats.total_allocation_bytes - stats.host_temp_size_in_bytes
+    if platform == "tpu" and hasattr(stats, "total_allocation_bytes"):  # jax 0.12; of HBM alone
+        found["hbm"]["allocated_bytes"] = stats.total_allocation_bytes
     return found
 
 
