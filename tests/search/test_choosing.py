@@ -53,12 +53,12 @@ def chosen(request):
 
 @pytest.mark.compiler
 def test_the_plan_fits_and_no_candidate_that_fits_is_faster(chosen):
-    _, plan = chosen
+    size, plan = chosen
     assert plan.verdict.fits
     [mine] = [c for c in plan.candidates if not c["why_not"]]
     assert mine["step_seconds"] == plan.forecast["step_seconds"]
     assert all(mine["step_seconds"] <= c["step_seconds"] for c in plan.candidates if c["fits"])
-    assert plan.candidates[0]["summary"] == "as written"
+    assert plan.candidates[0]["summary"] == ("as written" if size == "16GiB" else "as written, optimizer state on host")
     assert any("search: " in reason for reason in plan.options["reasons"])
 
 

@@ -1,7 +1,7 @@
 """``choose``: one plan for every tensor that competes for HBM, found by a program over all placements and proved by the real compiler.
 
     formulate                     the placement problem, for each form: resident updates in the backward pass, numbers of microbatches
-    prove(as written, optimum)    two candidates, compiled and replayed
+    prove(simple, optimum)        two candidates; simple: as written, with the state on the host where it is counted to fit only so
     until nothing is better:
         learn                     what the compiler needed beyond the count, and how copies and rebuilding came out in the forecasts
         solve                     the optimum under what was learned; a choice that did not fit tightens the budget by what it was over
@@ -24,7 +24,7 @@ from forebay.search import answering, choices
 from forebay.search.formulating import formulate
 from forebay.search.learning import Sample, learn
 from forebay.search.pricing import Prices
-from forebay.search.problem import Choice, Correction, Form, Problem, estimate
+from forebay.search.problem import HOST, Choice, Correction, Form, Problem, estimate
 from forebay.search.program import Limits, most_frugal, solve
 from forebay.search.proving import SIDE_BY_SIDE, Candidate, Proven, prove
 from forebay.units import show_seconds
@@ -34,6 +34,11 @@ BUDGET_SECONDS = 60.0
 WORTH = 0.002
 TIGHTER = 0.01  # of the HBM budget: the step by which a choice that did not fit makes room
 ATTEMPTS = 12
+SIMPLE = {
+    "as written": (),
+    "as written, optimizer state on host": ("optimizer",),
+    "as written, parameters and optimizer state on host": ("parameter", "optimizer"),
+}
 FORMS: tuple[Form, ...] = ((), (("fuse_update", "always"),), *((("microbatches", n),) for n in (2, 4, 8, 16, 32)))
 
 
@@ -135,14 +140,27 @@ class _Search:
         return [p.candidate for p in worth[:SIDE_BY_SIDE]]
 
     def _first(self) -> list[Candidate]:
-        plan = Plan.by_hand(self.work, {}, hardware=self.hardware)
-        written = Candidate(summary="as written", choice=choices.choice_of(self.plain, plan), rules={}, form=())
-        optima = [_Proposal(seconds=0.0, candidate=written)]
+        simple = self._simple()
+        optima = [_Proposal(seconds=0.0, candidate=simple)]
         for problem in self._all_problems(FORMS[:2]):
             found = solve(problem, Correction(), self._limits(problem))
-            if found is not None and (problem.form or found != written.choice):
+            if found is not None and (problem.form or found != simple.choice):
                 optima.append(_Proposal(seconds=estimate(problem, found, Correction()).seconds, candidate=self.candidate(problem, found)))
         return [p.candidate for p in [optima[0], *sorted(optima[1:], key=lambda p: p.seconds)][:SIDE_BY_SIDE]]
+
+    def _simple(self) -> Candidate:
+        """The step as written, with its state and then its parameters on the host where it is counted not to fit otherwise."""
+        made = None
+        for summary, roles in SIMPLE.items():
+            rules = dict.fromkeys(roles, HOST)
+            choice = choices.choice_of(self.plain, Plan.by_hand(self.work, rules, hardware=self.hardware))
+            if made is not None and choice == made.choice:
+                continue
+            made = Candidate(summary=summary, choice=choice, rules=rules, form=())
+            if estimate(self.plain, choice, Correction()).hbm_bytes <= self.plain.hbm_budget_bytes:
+                break
+        assert made is not None, "the step as written is a candidate"
+        return made
 
     def _late(self) -> bool:
         return time.monotonic() + self.longest_seconds > self.began + self.budget_seconds
