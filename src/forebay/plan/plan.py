@@ -215,8 +215,12 @@ class Plan:
     @functools.cached_property
     def managed(self) -> frozenset[int]:
         """Stored parameters that loops take layer by layer: they stand on the host, or are updated in the backward pass."""
-        fused = {p for f in self.fused for p in self.bound.families[f].params}
-        return frozenset(fused | {p for p, e in enumerate(self.role("parameter")) if e.placement == "host"})
+        return self.hosted | {p for f in self.fused for p in self.bound.families[f].params}
+
+    @functools.cached_property
+    def hosted(self) -> frozenset[int]:
+        """Stored parameters that stand on the host."""
+        return frozenset(p for p, e in enumerate(self.role("parameter")) if e.placement == "host")
 
     @property
     def _fuse_update(self) -> str:

@@ -76,10 +76,8 @@ def _bind_resized(eqn, values, waiting: int):
 def planned_loss(plan: Plan, program: Program) -> Callable:
     """``(stored params, extra, batch, key) -> (loss, (aux, new extra))`` with the plan carried out."""
 
-    hosted = frozenset(p for p, e in enumerate(plan.role("parameter")) if e.placement == "host")
-
     def loss(stored_params, extra, batch, key):
-        env = start(plan, program, hosted, stored_params, extra, batch, key)
+        env = start(plan, program, plan.hosted, stored_params, extra, batch, key)
         run(plan, program, program.jaxpr.jaxpr.eqns, env)
         return results(program, env)
 
@@ -92,7 +90,7 @@ def start(plan: Plan, program: Program, waiting: frozenset[int], stored_params, 
     mesh = plan.abstract_mesh()
     entries = zip(stored_params, plan.role("parameter"), plan.bound.frozen, strict=True)
     given = [
-        Waiting(v, p, e.spec, mesh, e.placement == "host", frozen) if p in waiting else lax.stop_gradient(v) if frozen else v
+        Waiting(v, p, e.spec, mesh, p in plan.hosted, frozen) if p in waiting else lax.stop_gradient(v) if frozen else v
         for p, (v, e, frozen) in enumerate(entries)
     ]
     env = dict(zip(jaxpr.constvars, program.jaxpr.consts, strict=True))
