@@ -26,3 +26,20 @@ def host():
         cpus=frozenset(range(32)), memory_nodes=frozenset((0, 1)), device_nodes=(1,), local_processes=None, local_processes_source="",
         environment={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}, backend_ready=False,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def stack():
+    """``(layers, width, rows)`` to the workload of one square float32 matrix a layer, trained by Adam on ``rows`` rows."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import forebay as fb
+
+    def traced(layers, width, rows):
+        loss = lambda p, b: jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), b, p)[0] ** 2)  # noqa: E731
+        shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
+        return fb.trace(loss, optax.adam(0.1), shape(layers, width, width), shape(rows, width))
+
+    return traced

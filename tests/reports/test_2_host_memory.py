@@ -4,9 +4,6 @@ import dataclasses
 import json
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
 
 import forebay as fb
@@ -51,11 +48,8 @@ def test_numpyro_forecast_99_a_size_of_host_memory_that_cannot_be_meant_is_refus
         fb.Hardware.named("h100-sxm:8", host_ram="lots")
 
 
-def test_a_plan_states_the_bytes_that_it_puts_on_each_host():
-    loss = lambda p, b: jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), b, p)[0] ** 2)  # noqa: E731
-    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
-    work = fb.trace(loss, optax.adam(0.1), shape(4, 256, 256), shape(16, 256))
-    plan = fb.Plan.by_hand(work, {"optimizer": "host"}, hardware=fb.Hardware.named("h100-sxm:8"))
+def test_a_plan_states_the_bytes_that_it_puts_on_each_host(stack):
+    plan = fb.Plan.by_hand(stack(4, 256, 16), {"optimizer": "host"}, hardware=fb.Hardware.named("h100-sxm:8"))
     assert sum(e.bytes_per_device for e in plan.entries if e.placement == "host") == 2 * 4 * 256 * 256 * 4 // 8
 
 
@@ -63,12 +57,9 @@ LOGS = Path(__file__).parents[1] / "trust" / "fixtures"
 
 
 @pytest.fixture(scope="module")
-def plan():
+def plan(stack):
     """100 GiB of optimizer state on the host of one H100."""
-    loss = lambda p, b: jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), b, p)[0] ** 2)  # noqa: E731
-    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
-    work = fb.trace(loss, optax.adam(0.1), shape(50, 16384, 16384), shape(16, 16384))
-    return fb.Plan.by_hand(work, {"optimizer": "host"}, hardware=fb.Hardware.named("h100-sxm", host_ram="1TiB"))
+    return fb.Plan.by_hand(stack(50, 16384, 16), {"optimizer": "host"}, hardware=fb.Hardware.named("h100-sxm", host_ram="1TiB"))
 
 
 SHORT = {

@@ -5,9 +5,6 @@ import gzip
 import json
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
 
 import forebay as fb
@@ -19,11 +16,8 @@ FIXTURES = Path(__file__).parents[1] / "timeline" / "fixtures"
 
 
 @pytest.fixture(scope="module")
-def plan():
-    loss = lambda p, b: jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), b, p)[0] ** 2)  # noqa: E731
-    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
-    work = fb.trace(loss, optax.adam(0.1), shape(4, 256, 256), shape(1024, 256))
-    return fb.Plan.by_hand(work, {"optimizer": "host"}, hardware=fb.Hardware.named("h100-sxm"))
+def plan(stack):
+    return fb.Plan.by_hand(stack(4, 256, 1024), {"optimizer": "host"}, hardware=fb.Hardware.named("h100-sxm"))
 
 
 def test_deepspeed_4527_and_5102_activations_are_counted_layer_by_layer(plan):
