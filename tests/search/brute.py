@@ -8,13 +8,13 @@ from forebay.search.problem import HOST, Choice, estimate
 def every_choice(problem):
     links = problem.link is not None
     places = [[p for p in (v.places or ("",)) if links or p != HOST] for v in problem.values]
-    layers = [range(g.layers + 1) if links else (0,) for g in problem.groups]
+    layers = [range(g.parts + 1) if links else (0,) for g in problem.groups]
     params = [(False, True) if links and g.param_moves else (False,) for g in problem.groups]
     for chosen in itertools.product(*places):
         for counts in itertools.product(*layers):
             for hosted in itertools.product(*params):
-                if all(not on_host or count == g.layers for on_host, count, g in zip(hosted, counts, problem.groups, strict=True)):
-                    yield Choice(places=chosen, state_layers=counts, params_on_host=hosted)
+                if all(not on_host or count == g.parts for on_host, count, g in zip(hosted, counts, problem.groups, strict=True)):
+                    yield Choice(places=chosen, state_parts=counts, params_on_host=hosted)
 
 
 def cheapest(problem, correction, limits):

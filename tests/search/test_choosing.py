@@ -157,7 +157,7 @@ def test_a_choice_goes_to_rules_and_back(prices):
     small = [c for c in every_choice(dataclasses.replace(problem, groups=())) if c.places]
     for choice in small[:40]:
         whole = dataclasses.replace(
-            choice, state_layers=tuple(g.layers for g in problem.groups), params_on_host=tuple(g.param_moves for g in problem.groups)
+            choice, state_parts=tuple(g.parts for g in problem.groups), params_on_host=tuple(g.param_moves for g in problem.groups)
         )
         rules = rules_of(problem, whole, written)
         assert choice_of(problem, Plan.by_hand(work, rules, hardware=hardware)) == whole

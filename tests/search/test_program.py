@@ -35,6 +35,8 @@ def values(draw):
                 slice_bytes=stack / 4,
                 rebuild_seconds=draw(seconds),
                 keep_seconds=draw(seconds) / 50,
+                after_seconds=draw(seconds),
+                ahead_seconds=draw(seconds),
             )
         )
     return tuple(made)
@@ -48,7 +50,7 @@ def groups(draw):
             params=("parameter:w",),
             state=("optimizer:w",),
             param_moves=draw(st.booleans()),
-            layers=draw(st.integers(0, 3)),
+            parts=draw(st.integers(0, 3)),
             loop=draw(st.sampled_from([None, 0, 1])),
             param_bytes=size,
             gradient_bytes=draw(sizes),
@@ -75,7 +77,7 @@ def problems(draw):
         hbm_fixed_bytes=draw(sizes),
         hbm_budget_bytes=0.0,
         host_budget_bytes=0.0,
-        form=draw(st.sampled_from([(), (("fuse_update", "always"),)])),
+        form=draw(st.sampled_from([(), (("fuse_update", "always"),), (("microbatches", 2),)])),
     )
 
 

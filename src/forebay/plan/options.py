@@ -24,7 +24,8 @@ def compiler_options(
         if row.options and in_range(row, jaxlib, platform):
             options.update(row.options)
             reasons.append(f"{_names(row.options)}: {row.id} on jaxlib {jaxlib} ({platform})")
-    considered = {"host": hosted, "devices": devices > 1, "node": devices > 1 and hosts == 1, "nodes": hosts > 1}
+    several = devices > 1
+    considered = {"always": True, "host": hosted, "devices": several, "node": several and hosts == 1, "nodes": hosts > 1}
     for row in OPTIONS:
         if not considered[row.when] or not in_range(row, jaxlib, platform):
             continue

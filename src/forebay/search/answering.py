@@ -86,23 +86,23 @@ def _value_words(problem: Problem, choice: Choice, correction: Correction, now: 
 
 
 def _group_words(problem: Problem, choice: Choice, correction: Correction, now: Estimate, g: int) -> dict[str, tuple[str, str]]:
-    group, layers, on_host = problem.groups[g], choice.state_layers[g], choice.params_on_host[g]
+    group, layers, on_host = problem.groups[g], choice.state_parts[g], choice.params_on_host[g]
     out = {}
-    if group.layers and problem.link:
+    if group.parts and problem.link:
         place = HOST if layers else HBM
-        price = _with_group(problem, choice, correction, g, 0 if layers else group.layers, False)
+        price = _with_group(problem, choice, correction, g, 0 if layers else group.parts, False)
         words = _words(place, {HBM if layers else HOST: price}, now)
         out |= dict.fromkeys(group.state, words)
     if group.param_moves and problem.link:
-        price = _with_group(problem, choice, correction, g, layers if on_host else group.layers, not on_host)
+        price = _with_group(problem, choice, correction, g, layers if on_host else group.parts, not on_host)
         out |= dict.fromkeys(group.params, _words(HOST if on_host else HBM, {HBM if on_host else HOST: price}, now))
     return out
 
 
 def _with_group(problem: Problem, choice: Choice, correction: Correction, g: int, layers: int, on_host: bool) -> Estimate:
-    counts = (*choice.state_layers[:g], layers, *choice.state_layers[g + 1 :])
+    counts = (*choice.state_parts[:g], layers, *choice.state_parts[g + 1 :])
     hosted = (*choice.params_on_host[:g], on_host, *choice.params_on_host[g + 1 :])
-    return estimate(problem, dataclasses.replace(choice, state_layers=counts, params_on_host=hosted), correction)
+    return estimate(problem, dataclasses.replace(choice, state_parts=counts, params_on_host=hosted), correction)
 
 
 def _words(place: str, prices: Mapping[str, Estimate], now: Estimate) -> tuple[str, str]:

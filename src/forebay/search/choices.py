@@ -13,12 +13,12 @@ def rules_of(problem: Problem, choice: Choice, written: dict[str, str]) -> dict[
     for value, place in zip(problem.values, choice.places, strict=True):
         if value.name and place != written[value.name]:
             rules[glob.escape(value.name)] = place
-    for group, layers, params in zip(problem.groups, choice.state_layers, choice.params_on_host, strict=True):
+    for group, layers, params in zip(problem.groups, choice.state_parts, choice.params_on_host, strict=True):
         if params:
             rules |= {glob.escape(name): HOST for name in group.params}
         if layers:
-            whole = layers == group.layers
-            rules |= {glob.escape(name): HOST if whole else f"{HOST}[0:{layers}]" for name in group.state}
+            whole = layers == group.parts
+            rules |= {glob.escape(name): HOST if whole else f"{HOST}[0:{layers * group.part_layers}]" for name in group.state}
     return rules
 
 
@@ -28,7 +28,7 @@ def choice_of(problem: Problem, plan: Plan) -> Choice:
     hosted = {e.name.partition("[")[0] for e in plan.role("optimizer") if e.placement == HOST}
     return Choice(
         places=tuple(place[v.name] if v.name else "" for v in problem.values),
-        state_layers=tuple(g.layers if g.state and set(g.state) <= hosted else 0 for g in problem.groups),
+        state_parts=tuple(g.parts if g.state and set(g.state) <= hosted else 0 for g in problem.groups),
         params_on_host=tuple(bool(g.params) and all(place[name] == HOST for name in g.params) for g in problem.groups),
     )
 
@@ -41,7 +41,7 @@ def in_words(problem: Problem, choice: Choice) -> str:
     parts = [f"{count[p]} {words[p]}" for p in (HBM, HOST, RECOMPUTE) if count[p]]
     said += [f"activations: {', '.join(parts)}"] if parts else []
     state = sum(g.state_bytes for g in problem.groups)
-    moved = sum(g.state_bytes * n / g.layers for g, n in zip(problem.groups, choice.state_layers, strict=True) if g.layers)
+    moved = sum(g.state_bytes * n / g.parts for g, n in zip(problem.groups, choice.state_parts, strict=True) if g.parts)
     if moved:
         said.append(f"{moved / state:.0%} of the optimizer state on host")
     params = sum(g.param_bytes for g in problem.groups)

@@ -5,7 +5,7 @@
     until nothing is better:
         learn                     what the compiler needed beyond the count, and how copies and rebuilding came out in the forecasts
         solve                     the optimum under what was learned; a choice that did not fit tightens the budget by what it was over
-        prove                     the new optima, two at a time
+        prove                     the new optimum, and beside it one that leaves a margin of the HBM free, of another form if that is near
     answer                        the fastest that fits, and why each other lost
 
 The search ends when the program's optimum was compiled already, or is not forecast to gain more than ``WORTH`` of the step on the best:
@@ -32,6 +32,8 @@ from forebay.workload import Workload
 
 BUDGET_SECONDS = 60.0
 WORTH = 0.002
+SAFE = 0.03  # of the HBM budget: what the second of two candidates leaves free, since a count misses by as much
+NEAR = 0.03
 TIGHTER = 0.01  # of the HBM budget: the step by which a choice that did not fit makes room
 ATTEMPTS = 12
 SIMPLE = {
@@ -131,13 +133,15 @@ class _Search:
             self.ended = f"the budget of {show_seconds(self.budget_seconds)} ended the search"
             return []
         best = min((p.seconds for p in self.proven if p.fits and p.seconds is not None), default=math.inf)
-        proposals = sorted(self._proposals(), key=lambda p: p.seconds)
-        worth = [p for p in proposals if p.seconds < best * (1 - WORTH)]
-        if not worth and not math.isfinite(best):
-            worth = self._frugal()
-        if not worth:
+        bold = self._proposals(best)
+        if bold:
+            safe = [p for p in self._proposals(best, SAFE) if p.candidate != bold[0].candidate]
+            near = [p for p in safe if p.seconds < bold[0].seconds * (1 + NEAR) and p.candidate.form != bold[0].candidate.form]
+            return [p.candidate for p in [bold[0], *near, *safe, *bold[1:]][:SIDE_BY_SIDE]]
+        frugal = [] if math.isfinite(best) else self._frugal()
+        if not frugal:
             self.ended = self._proof(best)
-        return [p.candidate for p in worth[:SIDE_BY_SIDE]]
+        return [p.candidate for p in frugal[:SIDE_BY_SIDE]]
 
     def _first(self) -> list[Candidate]:
         simple = self._simple()
@@ -172,16 +176,18 @@ class _Search:
         self.proven += prove(self.work, self.hardware, candidates, self.work_done, deadline)
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
 
-    def _proposals(self) -> list[_Proposal]:
-        return [found for problem in self._all_problems() if (found := self._optimum(problem)) is not None]
+    def _proposals(self, best: float, margin: float = 0.0) -> list[_Proposal]:
+        """The optimum of each form that is counted to gain on ``best`` with ``margin`` of the HBM budget left free; the fastest first."""
+        found = [self._optimum(problem, margin * problem.hbm_budget_bytes) for problem in self._all_problems()]
+        return sorted((p for p in found if p is not None and p.seconds < best * (1 - WORTH)), key=lambda p: p.seconds)
 
-    def _optimum(self, problem: Problem) -> _Proposal | None:
+    def _optimum(self, problem: Problem, spare: float) -> _Proposal | None:
         """The best choice that was not compiled yet, under what was learned around it; None where the best was compiled and fits.
 
         What the compiler needs beyond the count is known best near a compiled choice, so the choice is sought until it is the one
         around which was learned.
         """
-        near, spare = self._start(problem), 0.0
+        near = self._start(problem)
         for _ in range(ATTEMPTS):
             found = solve(problem, self._learned(problem, near), self._limits(problem, spare))
             if found is None:
@@ -214,7 +220,12 @@ class _Search:
 
     def _samples(self, problem: Problem) -> list[Sample]:
         return [
-            Sample(choice=p.candidate.choice, seconds=p.seconds, hbm_bytes=p.verdict.hbm.total_bytes)
+            Sample(
+                choice=p.candidate.choice,
+                seconds=p.seconds,
+                exposed_seconds=p.forecast.exposed_copy_seconds if p.forecast else 0.0,
+                hbm_bytes=p.verdict.hbm.total_bytes,
+            )
             for p in self.proven
             if p.candidate.form == problem.form and p.verdict.hbm is not None
         ]

@@ -3,12 +3,15 @@
     minimise    constant + a rebuild.r + keep.k + b sum(e) + d, d' copies of values, of groups
     where       k, h      0 or 1    a value is kept in HBM, or on the host
                 r         [0, 1]    a value is rebuilt; whole numbers by themselves once k and h are
-                n, p      0 .. L, 0 or 1    parts of a group's state, and its parameters, on the host
+                s         [0, 1]    a value is on the host, and something is rebuilt from it
+                n, p      0 .. N, 0 or 1    parts of a group's state, and its parameters, on the host
                 f         0 or 1    a group has all its state on the host (or none): it is updated in the backward pass, without gradients
-                e         >= 0      exposed seconds of a phase, at least copies - compute - rebuilding, for each lane
+                e         >= 0      exposed seconds of a phase, at least copies - compute - rebuilding, for each lane and each window
                 w         >= 0      the values of one layer while they are rebuilt
     subject to  r + k + h >= 1                  for what the backward pass reads
                 r_u + k_u + h_u >= r_v          for what a rebuilt value is made of: a shared chain is paid once
+                r + k + h <= 1                  and r is at most the sum of r over what is made from it, where nothing else reads it
+                s_u >= h_u + r_v - 1
                 HBM and host bytes within their budgets
 
 Cost: about forty values and a dozen groups for a transformer; some hundredths of a second.
@@ -29,6 +32,7 @@ from forebay.search.problem import (
     Correction,
     Group,
     Problem,
+    copied_bytes,
     hosted_param_bytes,
     param_traffic,
     phase_of,
@@ -75,7 +79,8 @@ class _Variables:
     kept: list[int]
     hosted: list[int]
     again: list[int]
-    layers: list[int]
+    early: list[int]
+    parts: list[int]
     params: list[int]
     full: list[int]
     none: list[int]
@@ -113,7 +118,8 @@ def _variables(problem: Problem, rows: _Rows) -> _Variables:
         kept=[rows.variable(HBM in v.places, True) for v in problem.values],
         hosted=[rows.variable(link and HOST in v.places, True) for v in problem.values],
         again=[rows.variable(1.0, False) for _ in problem.values],
-        layers=[rows.variable(g.layers if link else 0, True) for g in problem.groups],
+        early=[rows.variable(1.0, False) for _ in problem.values],
+        parts=[rows.variable(g.parts if link else 0, True) for g in problem.groups],
         params=[rows.variable(link and g.param_moves, True) for g in problem.groups],
         full=[rows.variable(link and g.fused, True) for g in problem.groups],
         none=[rows.variable(problem.fuses_all and g.fused, True) for g in problem.groups],
@@ -121,17 +127,17 @@ def _variables(problem: Problem, rows: _Rows) -> _Variables:
         room=rows.variable(math.inf, False),
     )
     for g, group in enumerate(problem.groups):  # parameters leave with their state
-        rows.at_least({at.layers[g]: 1.0, at.params[g]: -float(group.layers)}, 0.0)
+        rows.at_least({at.parts[g]: 1.0, at.params[g]: -float(group.parts)}, 0.0)
         _inside(rows, at, g, group, problem.fuses_all)
     return at
 
 
 def _inside(rows: _Rows, at: _Variables, g: int, group: Group, always: bool) -> None:
     """``full`` is 1 where all of a fused group's state (without any: its parameters) has left, ``none`` where nothing has."""
-    layers, full, none, count = at.layers[g], at.full[g], at.none[g], float(group.layers)
+    parts, full, none, count = at.parts[g], at.full[g], at.none[g], float(group.parts)
     if not group.fused:
         return
-    left, most = (layers, count) if count else (at.params[g], 1.0)
+    left, most = (parts, count) if count else (at.params[g], 1.0)
     rows.at_least({left: 1.0, full: -most}, 0.0)
     rows.at_most({left: 1.0, full: -1.0}, most - 1)
     if always:
@@ -145,11 +151,14 @@ def _rebuilding(problem: Problem, rows: _Rows, at: _Variables) -> None:
         have = {at.again[v]: 1.0, at.kept[v]: 1.0, at.hosted[v]: 1.0}
         if value.needed:
             rows.at_least(have, 1.0)
-        rows.at_most({at.kept[v]: 1.0, at.hosted[v]: 1.0}, 1.0)
+        else:
+            rows.at_most({at.again[v]: 1.0} | {at.again[w]: -1.0 for w in problem.users[v]}, 0.0)
+        rows.at_most(have, 1.0)
         if value.places and RECOMPUTE not in value.places:
             rows.at_least({at.kept[v]: 1.0, at.hosted[v]: 1.0}, 1.0)
         for u in value.inputs:
             rows.at_least({at.again[u]: 1.0, at.kept[u]: 1.0, at.hosted[u]: 1.0, at.again[v]: -1.0}, 0.0)
+            rows.at_least({at.early[u]: 1.0, at.hosted[u]: -1.0, at.again[v]: -1.0}, -1.0)
         in_loop[value.loop][at.again[v]] = value.slice_bytes / _MIB
     for row in in_loop.values():
         rows.at_most(row | {at.room: -1.0}, 0.0)
@@ -163,8 +172,8 @@ def _hbm_row(problem: Problem, correction: Correction, at: _Variables) -> tuple[
         row[at.hosted[v]] = 2 * value.slice_bytes / _MIB
     for g, group in enumerate(problem.groups):
         fixed += group.state_bytes + group.param_bytes + group.gradient_bytes
-        if group.layers:
-            row[at.layers[g]] = -group.state_bytes / group.layers / _MIB
+        if group.parts:
+            row[at.parts[g]] = -group.state_bytes / group.parts / _MIB
         row[at.params[g]] = (group.slice_bytes - group.param_bytes - (0.0 if group.fused else group.gradient_bytes)) / _MIB
         row[at.full[g]] = row[at.none[g]] = -group.gradient_bytes / _MIB
     return row, fixed / _MIB
@@ -173,7 +182,7 @@ def _hbm_row(problem: Problem, correction: Correction, at: _Variables) -> tuple[
 def _host_row(problem: Problem, at: _Variables) -> dict[int, float]:
     row = {at.hosted[v]: value.stack_bytes / _MIB for v, value in enumerate(problem.values)}
     for g, group in enumerate(problem.groups):
-        row[at.layers[g]] = group.state_bytes / max(1, group.layers) / _MIB
+        row[at.parts[g]] = group.state_bytes / max(1, group.parts) / _MIB
         row[at.params[g]] = hosted_param_bytes(group) / _MIB
     return row
 
@@ -189,10 +198,10 @@ def _lanes(problem: Problem, correction: Correction, rows: _Rows, at: _Variables
             moved[phase, lane][variable] += share * count
 
     for v, value in enumerate(problem.values):
-        add(at.hosted[v], value_traffic(value))
+        add(at.hosted[v], value_traffic(problem, value))
     for g, group in enumerate(problem.groups):
-        add(at.layers[g], state_traffic(problem, group, False), 1 / max(1, group.layers))
-        if group.layers:
+        add(at.parts[g], state_traffic(problem, group, False), 1 / max(1, group.parts))
+        if group.parts:
             add(at.full[g], state_traffic(problem, group, False), -1.0)
             add(at.full[g], state_traffic(problem, group, True))
         add(at.params[g], param_traffic(problem, group))
@@ -200,22 +209,29 @@ def _lanes(problem: Problem, correction: Correction, rows: _Rows, at: _Variables
     for phase, compute in enumerate(problem.compute_seconds):
         device, host = moved[phase, "to_device"], moved[phase, "to_host"]
         both = {x: device.get(x, 0.0) + host.get(x, 0.0) for x in {*device, *host}}
-        again = {
-            at.again[v]: correction.rebuild * value.rebuild_seconds
-            for v, value in enumerate(problem.values)
-            if phase_of(value.loop, True) == phase
-        }
+        again = _again(problem, correction, at, phase)
         for row, rate in ((device, link.to_device), (host, link.to_host), (both, link.both)):
             if row:
                 rows.at_least(
                     {at.exposed[phase]: 1.0} | again | {x: -count / rate for x, count in row.items()}, -compute * correction.compute
                 )
+    for window in problem.windows:
+        again = _again(problem, correction, at, window.phase) if window.rebuilding else {}
+        inside = {at.hosted[v]: v for v in window.values} | {at.early[v]: v for v in window.early}
+        copies = {x: -copied_bytes(problem, problem.values[v]) / link.rate(window.lane) for x, v in inside.items()}
+        rows.at_least({at.exposed[window.phase]: 1.0} | again | copies, -window.work_seconds * correction.compute)
     slow: dict[int, float] = defaultdict(float)
     values = set(at.hosted)
     for row in moved.values():
         for variable, count in row.items():
             slow[variable] += count * link.slow_down * (correction.beside_values if variable in values else correction.beside_groups)
     return slow
+
+
+def _again(problem: Problem, correction: Correction, at: _Variables, phase: int) -> dict[int, float]:
+    """Seconds of rebuilding in a phase, by variable."""
+    mine = (v for v, value in enumerate(problem.values) if phase_of(value.loop, True) == phase)
+    return {at.again[v]: correction.rebuild * problem.values[v].rebuild_seconds for v in mine}
 
 
 def _time_objective(problem, correction, rows, at, hbm, copies) -> None:
@@ -266,6 +282,6 @@ def _choice(problem: Problem, at: _Variables, found) -> Choice:
             places.append(HBM if found[at.kept[v]] > 0.5 else HOST if found[at.hosted[v]] > 0.5 else RECOMPUTE)
     return Choice(
         places=tuple(places),
-        state_layers=tuple(round(found[n]) for n in at.layers),
+        state_parts=tuple(round(found[n]) for n in at.parts),
         params_on_host=tuple(bool(found[p] > 0.5) for p in at.params),
     )

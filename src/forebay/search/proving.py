@@ -17,7 +17,6 @@ from forebay.timeline import charge, predict
 from forebay.workload import Workload
 
 SIDE_BY_SIDE = 2
-_DISABLE = "xla_disable_hlo_passes"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +62,7 @@ def prove(
 
 
 def _prove(work, hardware, candidate: Candidate, work_done, deadline: float | None) -> Proven:
-    plan = _as_planned(Plan.by_hand(work, candidate.rules, hardware=hardware, options=dict(candidate.form)), hardware)
+    plan = Plan.by_hand(work, candidate.rules, hardware=hardware, options=dict(candidate.form))
     limit = TIME_LIMIT_SECONDS if deadline is None else max(1.0, deadline - time.monotonic())
     plan = judged(plan, hardware, time_limit_seconds=limit)
     forecast, why_not = forecast_of(plan.verdict, hardware, work_done)
@@ -90,15 +89,3 @@ def forecast_of(verdict: Verdict | None, hardware: Hardware, work_done: Mapping[
 def with_forecast(plan: Plan, forecast: Forecast) -> Plan:
     """``plan`` with a forecast of its step, and each host entry with the time that its copies expose."""
     return dataclasses.replace(plan, forecast=forecast.to_json(), entries=charge(forecast, plan.entries).entries)
-
-
-def _as_planned(plan: Plan, hardware: Hardware) -> Plan:
-    """``plan`` without XLA:GPU's own rematerialisation: over its memory limit that pass recomputes and offloads as it likes, and the
-    program is no longer the one that was planned (a 70B step that was 0.5 GiB over came back twice as slow, and still over)."""
-    if hardware.target.platform != "cuda":
-        return plan
-    options = plan.compiler_options
-    passes = [name for name in str(options.get(_DISABLE, "")).split(",") if name]
-    compiler = options | {_DISABLE: ",".join(dict.fromkeys([*passes, "rematerialization"]))}
-    reason = f"{_DISABLE}=rematerialization: what is recomputed is the plan's own choice"
-    return dataclasses.replace(plan, options={**plan.options, "compiler": compiler, "reasons": [*plan.options.get("reasons", ()), reason]})

@@ -53,6 +53,8 @@ def _assumed_limit(verdict: Verdict) -> tuple[str, ...]:
     if not verdict.target.startswith("cuda"):
         return ()
     slop = verdict.compiler_options.get("xla_gpu_memory_limit_slop_factor", 95)
+    if isinstance(slop, int) and slop >= 125:  # 80 % x 125 %: all of the device's memory
+        return ()
     return (f"scheduled for 80 % of the device's memory x {slop} % (xla_gpu_memory_limit_slop_factor); the job's own limit may differ",)
 
 

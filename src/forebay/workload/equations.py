@@ -25,6 +25,7 @@ FREE = frozenset(
         "copy", "copy_p", "reduce_precision", "bitcast_convert_type", "stop_gradient", "pvary", "pcast", "iota", "name", "empty",
     }
 )  # fmt: skip
+LINEAR = FREE | {"add", "add_any", "sub", "neg", "reduce_sum", "concatenate", "pad", "sharding_constraint"}  # derivatives read no input
 _COLLECTIVES = ("psum", "all_gather", "reduce_scatter", "psum_scatter", "all_to_all", "ppermute", "pmax", "pmin", "ragged_all_to_all")
 _MOVES = (
     "gather",

@@ -29,7 +29,8 @@ class Node:
 
     ``name``: its entry, ``activation:...``, where it can be placed, else empty. ``flops`` and ``moved_bytes``: to make it from ``inputs``
     (indices of nodes). ``bytes``: its size. ``needed``: the backward pass reads it, or something free to make from it.
-    ``kind``: ``matmul attention elementwise other``. ``collective_bytes``: of explicit collectives in it.
+    ``kind``: ``matmul attention elementwise other``. ``collective_bytes``: of explicit collectives in it. ``carried``: it is made from
+    a carry of the loop directly. ``linear``: its derivative reads none of its inputs.
     """
 
     name: str
@@ -40,6 +41,8 @@ class Node:
     needed: bool
     kind: str
     collective_bytes: float = 0.0
+    carried: bool = False
+    linear: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +119,8 @@ def _add_equation(built: Built, table: Table, keep, homes, eqn) -> None:
     kind = "elementwise" if cost.kind == "free" else cost.kind
     alone = Node(
         name="", flops=cost.flops, moved_bytes=cost.moved_bytes, collective_bytes=cost.collective_bytes, kind=kind,
-        bytes=float(sum(map(equations.value_bytes, results))), inputs=tuple(sorted(inputs)), needed=False,
+        bytes=float(sum(map(equations.value_bytes, results))), inputs=tuple(sorted(inputs)), needed=False, carried=bool(carried),
+        linear=eqn.primitive.name in equations.LINEAR,
     )  # fmt: skip
     if len(results) > 1:
         built.carried[len(built.nodes)] = carried
