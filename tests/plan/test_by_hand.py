@@ -102,11 +102,10 @@ def test_the_batch_stays_on_the_device_and_says_so(work):
     assert "arrives from the loader" in entry.reason
 
 
-def test_options_of_the_compiler_come_only_with_the_host_and_with_their_reason(work):
+def test_options_of_the_compiler_come_with_their_reason(work):
     resident = Plan.by_hand(work, hardware=H100)
     hosted = Plan.by_hand(work, {"optimizer": "host"}, hardware=H100)
-    assert resident.compiler_options == {}
-    assert hosted.compiler_options
+    assert set(resident.compiler_options) < set(hosted.compiler_options)
     assert hosted.options["reasons"]
     own = Plan.by_hand(work, {"optimizer": "host"}, hardware=H100, options={"compiler": {"xla_some_flag": True}})
     assert own.compiler_options == hosted.compiler_options | {"xla_some_flag": True}
