@@ -3,8 +3,9 @@
     python benchmarks/plans.py [--only TEXT] [--budget SECONDS] [--results FOLDER]
 
 Every plan is compiled for its machine and its schedule replayed: HBM is *compiled*, step seconds are *forecast*. Full-parameter AdamW
-without clipping, float32 masters and moments, bfloat16 compute. "full recompute" is as written: the layer input kept. A row holds if the
-searched plan fits and no plan by hand that fits is forecast to be faster.
+without clipping, float32 masters and moments, bfloat16 compute. "full recompute" is as written: the layer input kept. The searched plan
+also trains the model's small twin on this machine, in float32, for ten steps beside the same steps resident. A row holds if the searched
+plan fits, no plan by hand that fits is forecast to be faster, and its twin trains the same.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from rich.table import Table
 import forebay as fb
 from forebay.errors import ForebayError
 from forebay.search.proving import judged
+from forebay.training.checking import BATCH, HEAD_DIM, SEQ, scaled_down
 from forebay.training.models import llama, presets
 from forebay.units import GIB
 
@@ -40,6 +42,7 @@ BY_HAND = {
     "q, k, v kept": _place(PROJECTIONS, "hbm"),
     "q, k, v, out, MLP kept": _place(KEPT_MLP, "hbm"),
 }
+TWIN_STEPS, TWIN_DEVICES = 10, 8
 DOTS = "dots_saveable"  # the model's own policy, without a rule
 
 
@@ -87,12 +90,14 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A case: the plans by hand, the searched one last."""
+    """A case: the plans by hand, the searched one last. ``twin``: what each check of the twin came to."""
 
     case: Case
     plans: tuple[Plan, ...]
     search_seconds: float
     candidates: tuple[dict, ...]
+    twin: dict[str, str]
+    twin_passed: bool
     reasons: tuple[str, ...]
     versions: dict
 
@@ -100,7 +105,8 @@ class Row:
     def holds(self) -> bool:
         *by_hand, chosen = self.plans
         rivals = [p.step_seconds for p in by_hand if p.fits and p.step_seconds is not None]
-        return bool(chosen.fits) and chosen.step_seconds is not None and all(chosen.step_seconds <= s for s in rivals)
+        faster = chosen.step_seconds is not None and all(chosen.step_seconds <= s for s in rivals)
+        return bool(chosen.fits) and faster and self.twin_passed
 
 
 def measure(case: Case, budget_seconds: float, config=None) -> Row:
@@ -117,10 +123,20 @@ def measure(case: Case, budget_seconds: float, config=None) -> Row:
     dots = fb.trace(llama.make_loss(config, jax.checkpoint_policies.dots_saveable), optimizer, params, batch)
     plans.append(_judged(DOTS, dots, hardware, {}, work_done))
     answer = _plan("searched", chosen.verdict, chosen.forecast)
+    twin = _twin(config, chosen)
     return Row(
         case=case, plans=(*plans, answer), search_seconds=seconds, candidates=chosen.candidates,
+        twin={c.name: f"{c.outcome}: {c.detail}" for c in twin.checks}, twin_passed=twin.passed,
         reasons=tuple(chosen.options["reasons"]), versions=dict(chosen.verdict.versions),
     )  # fmt: skip
+
+
+def _twin(config, plan):
+    """The report of ten steps of ``plan`` on the twin of its model."""
+    small = dataclasses.replace(scaled_down(config, HEAD_DIM["cpu"]), dtype="float32")
+    loss, optimizer, _, batch = llama.make(small, batch=BATCH, seq=SEQ)
+    params = llama.init_params(small, jax.random.key(0))
+    return fb.check(loss, optimizer, plan, params, batch, steps=TWIN_STEPS, integers=small.vocab)
 
 
 def _judged(name: str, work, hardware, rules: dict[str, str], work_done) -> Plan:
@@ -143,6 +159,7 @@ def _plan(name: str, verdict, forecast) -> Plan:
 def show(row: Row, console: Console) -> None:
     """Print one row."""
     title = f"{row.case.name}: searched in {row.search_seconds:.0f} s (measured), {'holds' if row.holds else 'DOES NOT HOLD'}"
+    title += f"; ten steps of its twin: {'as resident' if row.twin_passed else row.twin} (measured)"
     table = Table(title=title, title_justify="left")
     for heading in ("plan", "fits", "HBM GiB (compiled)", "host GiB", "step s (forecast)", "executed PFLOP"):
         table.add_column(heading, justify="left" if heading == "plan" else "right")
@@ -157,6 +174,8 @@ def main() -> int:
     parser = record.arguments(__doc__)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of each search")
     given = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", TWIN_DEVICES)
     console, holds = Console(width=record.WIDTH), True
     for case in (c for c in CASES if given.only in c.name):
         row = measure(case, given.budget)

@@ -26,13 +26,14 @@ from forebay.search.learning import Sample, learn
 from forebay.search.pricing import Prices
 from forebay.search.problem import HOST, Choice, Correction, Form, Problem, estimate
 from forebay.search.program import Limits, most_frugal, solve
-from forebay.search.proving import SIDE_BY_SIDE, Candidate, Proven, prove
+from forebay.search.proving import Candidate, Proven, at_once, prove
 from forebay.units import show_seconds
 from forebay.workload import Workload
 
 BUDGET_SECONDS = 60.0
 WORTH = 0.002
 SAFE = 0.03  # of the HBM budget: what the second of two candidates leaves free, since a count misses by as much
+CAREFUL = 0.10
 NEAR = 0.03
 TIGHTER = 0.01  # of the HBM budget: the step by which a choice that did not fit makes room
 ATTEMPTS = 12
@@ -95,7 +96,7 @@ class _Search:
     def __init__(self, work: Workload, hardware: Hardware, budget_seconds: float, work_done: Mapping[str, float | None]):
         self.work, self.hardware, self.work_done = work, hardware, work_done
         self.began, self.budget_seconds = time.monotonic(), budget_seconds
-        self.prices = Prices(hardware)
+        self.prices, self.at_once = Prices(hardware), at_once(hardware.target.platform)
         self.problems: dict[Form, Problem | None] = {}
         self.proven: list[Proven] = []
         self.longest_seconds = 0.0
@@ -137,20 +138,30 @@ class _Search:
         if bold:
             safe = [p for p in self._proposals(best, SAFE) if p.candidate != bold[0].candidate]
             near = [p for p in safe if p.seconds < bold[0].seconds * (1 + NEAR) and p.candidate.form != bold[0].candidate.form]
-            return [p.candidate for p in [bold[0], *near, *safe, *bold[1:]][:SIDE_BY_SIDE]]
+            return [p.candidate for p in [bold[0], *near, *safe, *bold[1:]][: self.at_once]]
         frugal = [] if math.isfinite(best) else self._frugal()
         if not frugal:
             self.ended = self._proof(best)
-        return [p.candidate for p in frugal[:SIDE_BY_SIDE]]
+        return [p.candidate for p in frugal[: self.at_once]]
 
     def _first(self) -> list[Candidate]:
         simple = self._simple()
+        if self.at_once == 1:
+            return [self._careful(simple)]
         optima = [_Proposal(seconds=0.0, candidate=simple)]
         for problem in self._all_problems(FORMS[:2]):
             found = solve(problem, Correction(), self._limits(problem))
             if found is not None and (problem.form or found != simple.choice):
                 optima.append(_Proposal(seconds=estimate(problem, found, Correction()).seconds, candidate=self.candidate(problem, found)))
-        return [p.candidate for p in [optima[0], *sorted(optima[1:], key=lambda p: p.seconds)][:SIDE_BY_SIDE]]
+        return [p.candidate for p in [optima[0], *sorted(optima[1:], key=lambda p: p.seconds)][: self.at_once]]
+
+    def _careful(self, simple: Candidate) -> Candidate:
+        """Where a compile is dear, the first must fit and gain: ``simple``, with more kept in HBM, if it moves nothing and leaves room."""
+        if simple.rules:
+            return simple
+        problem = dataclasses.replace(self.plain, link=None)
+        found = solve(problem, Correction(), self._limits(problem, CAREFUL * problem.hbm_budget_bytes))
+        return simple if found is None or found == simple.choice else self.candidate(self.plain, found)
 
     def _simple(self) -> Candidate:
         """The step as written, with its state and then its parameters on the host where it is counted not to fit otherwise."""

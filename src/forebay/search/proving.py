@@ -1,6 +1,7 @@
-"""Candidates before the real compiler: plan by rule, judge, replay. Two compile side by side; lowering takes turns."""
+"""Candidates before the real compiler: plan by rule, judge, replay, a few side by side; lowering takes turns."""
 
 import dataclasses
+import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,11 @@ from forebay.timeline import charge, predict
 from forebay.workload import Workload
 
 SIDE_BY_SIDE = 2
+
+
+def at_once(platform: str) -> int:
+    """How many candidates compile side by side: XLA:TPU keeps two cores busy with one (most of a minute for a step of 7B)."""
+    return max(1, min(SIDE_BY_SIDE, (os.cpu_count() or 1) // 2)) if platform == "tpu" else SIDE_BY_SIDE
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
