@@ -1,6 +1,7 @@
 """`choose` on small models: the plan fits by the real compiler, beats what was tried beside it, explains itself, and trains the same."""
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -148,6 +149,16 @@ def test_the_optimum_of_a_traced_program_equals_brute_force(prices, loss, room, 
     limits = Limits(hbm_bytes=min(sizes) + room * (max(sizes) - min(sizes)) + 1, host_bytes=math.inf)
     best, found = cheapest(problem, correction, limits), solve(problem, correction, limits)
     assert estimate(problem, found, correction).seconds == pytest.approx(best[0], rel=2e-4)
+
+
+def test_what_is_made_first_is_read_last(prices):
+    values = [v for v in formulate(traced(optax.adamw(1e-3)), Hardware.named("h100-sxm:1"), prices, ()).values if v.name]
+    for earlier, later in itertools.pairwise(values):
+        assert earlier.after_seconds > later.after_seconds
+        assert earlier.ahead_seconds > later.ahead_seconds
+    product = values[1]
+    assert values[0].after_seconds - product.after_seconds == pytest.approx(product.rebuild_seconds)
+    assert values[0].ahead_seconds == pytest.approx(2 * product.after_seconds)  # the carry is read by the derivative of the first product
 
 
 def test_a_choice_goes_to_rules_and_back(prices):

@@ -7,7 +7,7 @@ from brute import cheapest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.search.problem import HBM, HOST, RECOMPUTE, Correction, Group, Link, Problem, Value, estimate, rebuilt
+from forebay.search.problem import HBM, HOST, RECOMPUTE, Choice, Correction, Group, Link, Problem, Value, estimate, rebuilt
 from forebay.search.program import Limits, most_frugal, solve
 
 MIB = 2**20
@@ -146,3 +146,27 @@ def test_a_chain_that_two_values_share_is_rebuilt_once():
     one = solve(problem, Correction(), Limits(hbm_bytes=MIB, host_bytes=0.0))
     # room for one of two: keeping it saves its own second only, since the other still needs the chain
     assert estimate(problem, one, Correction()).seconds == pytest.approx(6.0)
+
+
+def _hosted_alone(**more):
+    """The exposed seconds of one value on the host, 1 s of copies each way, in a loop of 2 s forward and 4 s back, and what is made from it."""
+    common = {"loop": 0, "needed": True, "slice_bytes": 0.0}
+    value = Value(
+        name="activation:v", inputs=(), places=(HBM, HOST), stack_bytes=4e9, rebuild_seconds=0.0, **common,
+        **({"after_seconds": 2.0, "ahead_seconds": 4.0} | more),
+    )  # fmt: skip
+    made = Value(name="activation:w", inputs=(0,), places=(HBM, RECOMPUTE), stack_bytes=1.0, rebuild_seconds=0.25, **common)
+    problem = Problem(
+        values=(value, made), groups=(), compute_seconds=(2.0, 4.0, 0.0), link=Link(to_device=4e9, to_host=4e9, both=8e9),
+        hbm_fixed_bytes=0.0, hbm_budget_bytes=0.0, host_budget_bytes=0.0,
+    )  # fmt: skip
+    places = {place: Choice(places=(HOST, place), state_parts=(), params_on_host=()) for place in (HBM, RECOMPUTE)}
+    return {place: estimate(problem, choice, Correction()).exposed_seconds for place, choice in places.items()}
+
+
+def test_a_copy_hides_only_beside_the_work_of_its_own_iteration():
+    assert _hosted_alone()[HBM] == 0.0
+    assert _hosted_alone(after_seconds=0.25)[HBM] == pytest.approx(0.75)  # made late: most of the write has nothing beside it
+    assert _hosted_alone(ahead_seconds=0.5)[HBM] == pytest.approx(0.5)  # read early in the backward pass
+    assert _hosted_alone()[RECOMPUTE] == pytest.approx(1.0)  # read at once, for something is rebuilt from it
+    assert _hosted_alone(ahead_seconds=0.5)[RECOMPUTE] == pytest.approx(1.0)
