@@ -149,7 +149,7 @@ def test_a_chain_that_two_values_share_is_rebuilt_once():
 
 
 def _hosted_alone(**more):
-    """Exposed seconds of a value on the host, 1 s of copies each way in a loop of 2 s forward and 4 s back, by the place of what it makes."""
+    """Exposed seconds of a value on the host (1 s of copies each way; 2 s forward, 4 s back) by the place of what is made from it."""
     common = {"loop": 0, "needed": True, "slice_bytes": 0.0}
     value = Value(
         name="activation:v", inputs=(), places=(HBM, HOST), stack_bytes=4e9, rebuild_seconds=0.0, **common,
