@@ -65,7 +65,10 @@ def gather(program: Program, specs: Sequence[Hashable | None]) -> Facts:
     return Facts(
         program=program,
         specs=tuple(specs),
-        keys=np.array([kinds.setdefault((sameness.key(e), _specs(e, specs)), len(kinds)) for e in equations], dtype=np.int64),
+        keys=np.array(
+            [kinds.setdefault((key, _specs(e, specs)), len(kinds)) for key, e in zip(sameness.keys(equations), equations, strict=True)],
+            dtype=np.int64,
+        ),
         coarse=np.array([sameness.coarse_key(equation) for equation in equations], dtype=np.int64),
         details=tuple(detail(equation) for equation in equations),
         operands=operands,

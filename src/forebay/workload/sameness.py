@@ -14,7 +14,8 @@ objects without value equality compare by identity, which may refuse a repetitio
 
 import functools
 import types
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -44,10 +45,12 @@ class Sameness:
         source = equation.source
         if refused_effects(source):
             return self._intern(("effect", id(equation)))
-        types_in = tuple(aval_key(atom.aval) for atom in source.invars)
-        types_out = tuple(aval_key(variable.aval) for variable in source.outvars)
-        parts = (source.primitive, types_in, types_out, self._params(equation), _effects(source), _context(source))
-        return self._intern(parts)
+        return self._intern((_types(source), self._params(equation), _effects(source), _context(source)))
+
+    def keys(self, equations: Sequence[Equation]) -> list[int]:
+        """The key of each equation; what is inside is looked at only where another has its primitive and types."""
+        alike = Counter(_types(equation.source) for equation in equations)
+        return [self.key(e) if alike[_types(e.source)] > 1 else self._intern(("alone", id(e))) for e in equations]
 
     def coarse_key(self, equation: Equation) -> int:
         """One integer per primitive and number of operands: what a block would have in common with a *nearly* equal one."""
@@ -243,6 +246,11 @@ def refused_effects(source: core.JaxprEqn) -> list[Any]:
         for effect in source.effects
         if jax_effects.ordered_effects.contains(effect) or not jax_effects.control_flow_allowed_effects.contains(effect)
     ]
+
+
+def _types(source: core.JaxprEqn) -> Hashable:
+    """The primitive, and the types of what it reads and makes."""
+    return source.primitive, tuple(aval_key(v.aval) for v in source.invars), tuple(aval_key(v.aval) for v in source.outvars)
 
 
 def _effects(source: core.JaxprEqn) -> Hashable:
