@@ -26,13 +26,14 @@ def is_literal(atom) -> TypeGuard[core.Literal]:
     return isinstance(atom, core.Literal)
 
 
-def bind(eqn, args: Sequence[Any], params: Any = None) -> list[Any]:
-    """Evaluate one equation on ``args`` under the source line and names it was written with, or with other ``params``; always a list."""
+def bind(eqn, args: Sequence[Any], params: Any = None, traceback: Any = None) -> list[Any]:
+    """Evaluate one equation on ``args`` under the source line and names it was written with, or with other ``params`` or another
+    ``traceback``; always a list."""
     bound = eqn.primitive.get_bind_params(eqn.params if params is None else params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
     info = eqn.source_info
     names = source_info_util.current_name_stack() + info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=names), eqn.ctx.manager:
+    with source_info_util.user_context(traceback or info.traceback, name_stack=names), eqn.ctx.manager:
         out = eqn.primitive.bind(*functions, *args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -58,15 +59,22 @@ def run_equations(eqns: Sequence[Any], env: dict[Any, Any]) -> None:
 
 
 def inline(jaxpr: core.ClosedJaxpr, also: Sequence[str] = ()) -> core.ClosedJaxpr:
-    """The same program with its nested jits (and the calls named in ``also``) written out in place."""
+    """The same program with its nested jits (and the calls named in ``also``) written out in place.
+
+    What a library's jitted function made bears the user's line that called it.
+    """
     names = (*INLINED, *also)
 
-    def rule(eqn, values):
-        if eqn.primitive.name in names and (inner := subjaxpr(eqn)) is not None:
-            return evaluate(inner, values, rule)
-        return None
+    def run(within, args, caller):
+        def rule(eqn, values):
+            traceback = eqn.source_info.traceback if caller is None or source_line(eqn) else caller
+            if eqn.primitive.name in names and (inner := subjaxpr(eqn)) is not None:
+                return run(inner, values, traceback)
+            return bind(eqn, values, traceback=traceback)
 
-    return jax.make_jaxpr(lambda *args: evaluate(jaxpr, args, rule))(*jaxpr.in_avals)
+        return evaluate(within, args, rule)
+
+    return jax.make_jaxpr(lambda *args: run(jaxpr, args, None))(*jaxpr.in_avals)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
