@@ -1,7 +1,8 @@
 """What was asked onto the host against what the compiled program does: argument by argument, and entry by entry where there is a plan.
 
 An entry of the state is honoured by a parameter of the module of its size that stands in host memory; an entry of the activations by a
-copy to the host that writes its bytes over the turns of a loop (a compiler that takes one or two turns out of the loop is allowed for).
+copy to the host that writes its bytes over the turns of a loop (a compiler that takes one or two turns out of the loop is allowed for),
+or, where the program itself offloads a value outside its loops, all at once.
 Each parameter and each copy serves one entry; the copies that write state and gradients back are set aside first. Gradients may be used
 up where they arise, and recomputed activations leave no trace in memory: nothing is said of them.
 """
@@ -53,8 +54,14 @@ def _written(names: list[str], others: list[str], asked: Counter, findings: Find
     free = sorted((copy for copy in findings.host_copies if copy.direction == TO_HOST), key=lambda copy: copy.loop is not None)
     for name in others:
         _take(free, asked[name])
-    free = [copy for copy in free if copy.loop]
-    return {name for name in names if _take(free, asked[name])}
+    turning = [copy for copy in free if copy.loop]
+    found = {name for name in names if _take(turning, asked[name])}
+    at_once = Counter(copy.bytes for copy in free if not copy.loop)
+    for name in (name for name in names if name not in found):
+        if at_once[asked[name]]:
+            at_once[asked[name]] -= 1
+            found.add(name)
+    return found
 
 
 def _take(free: list[HostCopy], size: int) -> bool:
