@@ -1,5 +1,7 @@
 """Asked against honoured, on findings written by hand."""
 
+import dataclasses
+
 import pytest
 
 from forebay.compiler.hlo import Findings
@@ -45,6 +47,14 @@ def test_an_activation_needs_a_copy_of_its_bytes_over_the_turns():
     assert compare((), found, entries) == (("activation:x",), ("activation:y",))
     peeled = findings(copies=[("to_host", 8, 9), ("to_host", 4, None)])
     assert compare((), peeled, entries) == (("activation:x", "activation:y"), ())
+
+
+def test_an_activation_outside_of_loops_needs_one_copy_of_all_its_bytes_for_itself():
+    entries = (entry("activation:x", 80), entry("activation:y", 80), entry("activation:z", 40))
+    copies = [HostCopy(name=f"c{size}", direction="to_host", bytes=size, asynchronous=True, loop=None, trip_count=1, work_between=None)
+              for size in (80, 20, 20)]  # fmt: skip
+    found = dataclasses.replace(findings(), host_copies=tuple(copies))
+    assert compare((), found, entries) == (("activation:x",), ("activation:y", "activation:z"))
 
 
 def test_the_copy_that_writes_the_state_back_does_not_stand_for_an_activation():
