@@ -53,7 +53,7 @@ def graph_of(body, **how):
 
 
 def tensors(work):
-    return {t.name: t for t in work.tensors if t.role == "activation"}
+    return {t.name: t for t in work.tensors if t.role == "activation" and t.count > 1}
 
 
 def test_products_of_a_transformer_block_cost_what_a_hand_counts():

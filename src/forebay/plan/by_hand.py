@@ -224,7 +224,7 @@ def _activation(work, tensor: Tensor, rule: Rule | None, mesh) -> Entry:
         placement, reason = "hbm" if tensor.written == "host" else tensor.written, why
     elif rule is not None:
         placement, reason = rule.placement, f"rule {rule.text}"
-    stands = 0 if placement == "recompute" or (not tensor.movable and tensor.count > 1) else _activation_bytes(work, tensor, mesh)
+    stands = 0 if placement == "recompute" or not tensor.needed else _activation_bytes(work, tensor, mesh)
     return Entry(
         name=tensor.name,
         role="activation",
@@ -243,9 +243,9 @@ def _scalar_residual(tensor: Tensor) -> str:
 
 
 def _activation_bytes(work, tensor: Tensor, mesh) -> int:
-    """Bytes on one device, taking a first axis as long as the batch to be split like the batch (a forecast; the verdict has the fact)."""
+    """Bytes on one device, taking what has the rows of the batch to be split like the batch (a forecast; the verdict has the fact)."""
     batch = next((t for t in work.tensors if t.role == "batch" and t.shape), None)
-    if mesh is None or batch is None or not tensor.shape or tensor.shape[0] != batch.shape[0]:
+    if mesh is None or batch is None or not tensor.batched:
         return tensor.bytes
     spec = _spec(work, batch, mesh)
     return tensor.bytes // mesh.size(spec[0])

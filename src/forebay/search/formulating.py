@@ -65,8 +65,8 @@ def _values(work: Workload, sources: Sources, prices: Prices, share: float, pass
     values: list[Value] = []
     forward = []
     entries = {plan: {e.name: e for e in getattr(sources, plan).role("activation")} for plan in ("kept", "hosted", "recomputed")}
-    tensors = {t.name: t for t in work.tensors if t.role == "activation"}
-    dtype = _compute_dtype(tensors.values())
+    inside = {f"activation:{r.path}" for loop in work.program.loops for r in loop.body.residuals}
+    dtype = _compute_dtype(t for t in work.tensors if t.name in inside)
     for k, graph in enumerate(work.recompute_graphs):
         seconds = [prices.seconds(node, share, dtype) * graph.length for node in graph.nodes]
         first = bool(graph.carry)  # the carry stands in front of the nodes
@@ -122,7 +122,7 @@ def _value(name, place: _Place, inputs, needed, seconds, graph, entries, prices,
 
 
 def _compute_dtype(activations) -> str:
-    """The dtype in which most bytes of activations stand."""
+    """The dtype in which most bytes of the loops' activations stand; a head's wide logits say nothing of the layers."""
     held: dict[str, int] = {}
     for tensor in activations:
         held[tensor.dtype] = held.get(tensor.dtype, 0) + tensor.bytes

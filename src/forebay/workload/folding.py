@@ -31,6 +31,7 @@ class Table:
 
     ``marks[v]``: its marks, the first where it is first made. ``parent[v]``: what a free equation made it from. ``given``: at hand
     without being kept. ``maker[v]``: its equation. ``only[v]``: True: made from parameters alone; None: from constants alone.
+    ``of_mark``: the value of each mark. ``shut``: the equations that are not looked into.
     """
 
     def __init__(self, marked: Marked, head: tuple[int, int], weights: tuple[bool, ...]):
@@ -47,6 +48,8 @@ class Table:
         self.only.update((v, k >= consts + carry and weights[k - consts - carry]) for k, v in enumerate(jaxpr.invars))
         for eqn in jaxpr.eqns:
             self._read(eqn)
+        self.of_mark = {mark: value for value, marks in self.marks.items() for mark in marks}
+        self.shut = [self.maker[self.of_mark[mark]] for mark in marked.opaque]
         self.children: dict[Any, list[Any]] = collections.defaultdict(list)
         for v, above in self.parent.items():
             self.children[above].append(v)
@@ -88,6 +91,12 @@ class Table:
                 self.marks[value].append(inner)
                 self.maker[value], self.only[value] = eqn, self.only[first]
                 self.inner.setdefault(first, []).append(value)
+
+    def source(self, v):
+        """The input or constant that something at hand is, or is made from for nothing; any other value as it is."""
+        while v in self.given and v in self.maker and (inputs := self.inputs(self.maker[v])):
+            v = inputs[0]
+        return v
 
     def root(self, v):
         while v in self.parent:

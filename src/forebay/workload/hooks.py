@@ -46,11 +46,14 @@ class Saved:
         return tuple(leaf for leaf in self.leaves if not leaf.name)
 
 
+NOTHING = Saved(leaves=(), count=0)
+
+
 def survey(eqn, active: Sequence[bool]) -> Saved:
     """What differentiating an equation by its ``active`` operands saves; nothing for an equation that is not nested, or has effects."""
     name = eqn.primitive.name
     if not (name in _NESTED or name.startswith("custom_vjp")) or eqn.effects or eqn.params.get("symbolic_zeros") or not any(active):
-        return Saved(leaves=(), count=0)
+        return NOTHING
 
     def forward(*args):
         outs, pullback = _differentiated(eqn, active, args)

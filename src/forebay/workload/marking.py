@@ -1,16 +1,19 @@
 """A loop's body written out flat, with a mark (``checkpoint_name``) on every value, and what is known of each mark.
 
 Nested jits and the user's own checkpoints are written out in place. What a checkpoint's policy would do with each value (keep, offload,
-recompute) is asked equation by equation; outside any checkpoint everything needed is kept.
+recompute) is asked equation by equation; outside any checkpoint everything needed is kept. So a value that enters a checkpoint or leaves
+it gets one more mark at this border: what its policy recomputes is kept all the same if what reads it stands on the other side.
 """
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 
 from forebay.workload import hooks, jaxprs
 
@@ -36,6 +39,8 @@ class Mark:
     """What is known of a marked value.
 
     ``place`` is ``function/primitive/n``, the n-th of that primitive in that function; ``verdict`` what the program does with the value.
+    ``scope``: the number of the user's outermost checkpoint that holds it, 0: none. ``border``: it stands where a value enters that
+    checkpoint (``in``) or leaves one (``out``), and has no place of its own.
     """
 
     place: str
@@ -43,20 +48,29 @@ class Mark:
     user_name: str | None
     carry: bool
     source: str
+    scope: int = 0
+    border: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Marked:
-    """``flat``: the marked body. ``saved[mark]``: the marks and leaves inside the nested equation whose first result bears ``mark``."""
+    """``flat``: the marked body. ``saved[mark]``: the marks and leaves inside the nested equation whose first result bears ``mark``.
+
+    ``opaque``: the marks of the first results of equations that were not looked into.
+    """
 
     flat: Any
     marks: dict[str, Mark]
     saved: dict[str, tuple[tuple[str, hooks.Leaf], ...]]
+    opaque: tuple[str, ...]
 
 
-def mark_body(loop: jaxprs.Loop, origin: Origin, active: tuple[bool, ...]) -> Marked:
-    """Mark ``loop.body``. ``origin`` is the loop's own; ``active[i]``: operand i of the body depends on trained parameters."""
-    walk = _Walk()
+def mark_body(loop: jaxprs.Loop, origin: Origin, active: tuple[bool, ...], opaque: Sequence[Any] = ()) -> Marked:
+    """Mark ``loop.body``. ``origin`` is the loop's own; ``active[i]``: operand i of the body depends on trained parameters.
+
+    ``opaque``: equations of the body that are not looked into.
+    """
+    walk = _Walk(opaque)
 
     def body(*args):
         args = list(args)
@@ -66,11 +80,15 @@ def mark_body(loop: jaxprs.Loop, origin: Origin, active: tuple[bool, ...]) -> Ma
         return walk.run(loop.body, args, None, origin)
 
     flat = jax.make_jaxpr(body)(*loop.body.in_avals)
-    return Marked(flat=flat, marks=walk.marks, saved=walk.saved)
+    return Marked(flat=flat, marks=walk.marks, saved=walk.saved, opaque=tuple(walk.shut))
 
 
 class _Walk:
-    def __init__(self):
+    def __init__(self, opaque: Sequence[Any]):
+        self.opaque = {id(eqn) for eqn in opaque}
+        self.shut: list[str] = []
+        self.scopes = 0
+        self.scope = 0
         self.marks: dict[str, Mark] = {}
         self.saved: dict[str, tuple[tuple[str, hooks.Leaf], ...]] = {}
         self.active: dict[int, Any] = {}  # by identity; the values are held, so that no identity is used again
@@ -81,9 +99,11 @@ class _Walk:
         self.counts[base] += 1
         return f"{base}/{self.counts[base] - 1}"
 
-    def mark(self, value, place, verdict, origin, *, user=None, carry=False, active=False):
+    def mark(self, value, place, verdict, origin, *, user=None, carry=False, active=False, border=""):
         name = f"{MARK}{len(self.marks)}"
-        self.marks[name] = Mark(place=place, verdict=verdict, user_name=user, carry=carry, source=origin.source)
+        self.marks[name] = Mark(
+            place=place, verdict=verdict, user_name=user, carry=carry, source=origin.source, scope=self.scope, border=border
+        )
         out = checkpoint_name(value, name)
         if active and jnp.issubdtype(out.dtype, jnp.inexact):
             self.active[id(out)] = out
@@ -96,14 +116,28 @@ class _Walk:
             if name in jaxprs.INLINED and inner is not None:
                 return self.run(inner, values, policy, origin)
             if name in jaxprs.REMAT and inner is not None:
-                return self.run(inner, values, policy or eqn.params["policy"] or nothing_saveable, origin)
+                if policy is not None:
+                    return self.run(inner, values, policy, origin)
+                return self._checkpoint(inner, values, eqn.params["policy"] or nothing_saveable, origin)
             return self._equation(eqn, values, policy, origin)
 
         return jaxprs.evaluate(jaxpr, args, rule)
 
+    def _checkpoint(self, inner, values, policy, origin):
+        """The user's outermost checkpoint: differentiation keeps what enters it, and of its results what is read behind it."""
+        self.scopes += 1
+        self.scope = self.scopes
+        outs = self.run(inner, self._bordered(values, "in", origin), policy, origin)
+        self.scope = 0
+        return self._bordered(outs, "out", origin)
+
+    def _bordered(self, values, border: str, origin):
+        return [self.mark(v, "", "hbm", origin, active=id(v) in self.active, border=border) if isinstance(v, Tracer) else v for v in values]
+
     def _equation(self, eqn, values, policy, origin):
         active = [id(v) in self.active for v in values]
-        saved = hooks.survey(eqn, active)
+        opaque = id(eqn) in self.opaque
+        saved = hooks.NOTHING if opaque else hooks.survey(eqn, active)
         place = self.place(origin, eqn.primitive.name)
         verdict = _verdict(policy, eqn)
         inner = {}
@@ -111,7 +145,7 @@ class _Walk:
             inner[leaf.number] = leaf.name or f"{MARK}{len(self.marks)}"
             asked = _named_verdict(policy, leaf) if leaf.name else verdict
             self.marks[inner[leaf.number]] = Mark(
-                place=f"{place}/{k}", verdict=asked, user_name=leaf.name or None, carry=False, source=origin.source
+                place=f"{place}/{k}", verdict=asked, user_name=leaf.name or None, carry=False, source=origin.source, scope=self.scope
             )
         if saved.unnamed:
             outs = hooks.hooked(eqn, active, saved, {leaf.number: inner[leaf.number] for leaf in saved.unnamed}, values)
@@ -120,7 +154,9 @@ class _Walk:
         user = eqn.params["name"] if eqn.primitive.name == "name" else None
         if saved.leaves:
             self.saved[f"{MARK}{len(self.marks)}"] = tuple((inner[leaf.number], leaf) for leaf in saved.leaves)
-        places = [place] + [f"{place}.{j}" for j in range(1, len(outs))]
+        if opaque and outs:
+            self.shut.append(f"{MARK}{len(self.marks)}")
+        places = [f"{place}.{j}" if j else place for j in range(len(outs))]
         return [self.mark(v, at, verdict, origin, user=user, active=any(active)) for v, at in zip(outs, places, strict=True)]
 
 

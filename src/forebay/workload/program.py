@@ -105,7 +105,7 @@ def build(loss_fn: Callable, args: Arguments, mesh=None, specs: tuple | None = N
         leaves, out_tree = jax.tree.flatten(out)
         return leaves
 
-    with jax.sharding.use_abstract_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+    with on_mesh(mesh):
         traced = jax.make_jaxpr(flat)(*(_standing_on(mesh, leaf) for leaf in args.flat()))
         _check_loss(traced)
         count = len(jax.tree.leaves(args.params))
@@ -115,6 +115,11 @@ def build(loss_fn: Callable, args: Arguments, mesh=None, specs: tuple | None = N
     return Program(
         jaxpr=whole_program, stored=stored, out_tree=out_tree, loops=loops, whole=whole, notes=notes, changed=changed
     )  # fmt: skip
+
+
+def on_mesh(mesh) -> contextlib.AbstractContextManager:
+    """The context of an abstract mesh, or of none."""
+    return jax.sharding.use_abstract_mesh(mesh) if mesh is not None else contextlib.nullcontext()
 
 
 def _standing_on(mesh, leaf):
@@ -187,8 +192,8 @@ def _apart(loops: list[LayerLoop]) -> tuple[LayerLoop, ...]:
         for r in loop.body.residuals:
             what = (r.source, r.shape, r.dtype)
             if not r.user_named and seen.setdefault(r.path, what) != what:
-                renamed[r.path] = f"{r.path}/loop{number}"
-        out.append(dataclasses.replace(loop, body=residuals.renamed(loop.body, renamed, loop.loop.length)) if renamed else loop)
+                renamed[r.mark] = f"{r.path}/loop{number}"
+        out.append(dataclasses.replace(loop, body=residuals.renamed(loop.body, renamed)) if renamed else loop)
     return tuple(out)
 
 

@@ -6,7 +6,8 @@
 
 A value that is neither kept nor moved must be made again if the backward pass reads it or if something that is made again is made from it:
 so a plan of recomputation is a set of nodes closed under ``inputs`` as far as the values that stay. An equation with several results is
-one node that carries its cost, and one node of no cost for each result: whatever is made again of it, it runs once.
+one node that carries its cost, and one node of no cost for each result: whatever is made again of it, it runs once. What an opaque
+equation (a loop that has a graph of its own) results in is made of nothing and costs nothing: chains end there, as at a loop's carry.
 
 Cost: one pass over the equations. Limits: bytes and flops are of global shapes and of one iteration; a fusion's savings are estimated
 (see ``equations``).
@@ -27,7 +28,7 @@ _CONSUMERS = 4
 class Node:
     """One value of one iteration, global shapes.
 
-    ``name``: its entry, ``activation:...``, where it can be placed, else empty. ``flops`` and ``moved_bytes``: to make it from ``inputs``
+    ``name``: its entry, ``activation:...``, where it has one, else empty. ``flops`` and ``moved_bytes``: to make it from ``inputs``
     (indices of nodes). ``bytes``: its size. ``needed``: the backward pass reads it, or something free to make from it.
     ``kind``: ``matmul attention elementwise other``. ``collective_bytes``: of explicit collectives in it. ``carried``: it is made from
     a carry of the loop directly. ``linear``: its derivative reads none of its inputs.
@@ -115,7 +116,12 @@ def _add_equation(built: Built, table: Table, keep, homes, eqn) -> None:
             inputs.add(built.number[home])
         elif home in table.carry:
             carried.add(home)
-    cost = equations.Cost(moved_bytes=float(equations.value_bytes(results[0])), kind="elementwise") if free else equations.cost_of(eqn)
+    if any(eqn is shut for shut in table.shut):
+        inputs, carried, cost = set(), set(), equations.Cost()
+    elif free:
+        cost = equations.Cost(moved_bytes=float(equations.value_bytes(results[0])), kind="elementwise")
+    else:
+        cost = equations.cost_of(eqn)
     kind = "elementwise" if cost.kind == "free" else cost.kind
     alone = Node(
         name="", flops=cost.flops, moved_bytes=cost.moved_bytes, collective_bytes=cost.collective_bytes, kind=kind,
@@ -169,7 +175,7 @@ def ancestors(nodes: Sequence[Node], numbers: set[int]) -> set[int]:
     return found
 
 
-def named(nodes: Sequence[Node], residuals, length: int) -> tuple[Node, ...]:
-    """The nodes with the names of the residuals that can be placed."""
-    names = {r.node: f"activation:{r.path}" for r in residuals if r.node >= 0 and r.needed and length > 1}
+def named(nodes: Sequence[Node], residuals) -> tuple[Node, ...]:
+    """The nodes with the names of the residuals that are needed."""
+    names = {r.node: f"activation:{r.path}" for r in residuals if r.node >= 0 and r.needed}
     return tuple(dataclasses.replace(node, name=names.get(n, "")) for n, node in enumerate(nodes))

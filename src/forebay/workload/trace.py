@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from forebay.errors import InputError
+from forebay.workload import outside, recompute, sharding
 from forebay.workload import program as programs
-from forebay.workload import recompute, sharding
 from forebay.workload.families import Family, make_families
 from forebay.workload.names import leaf_names
 from forebay.workload.program import Arguments, Program, Stored, stored_names
@@ -22,16 +22,19 @@ from forebay.workload.update import Update, trace_update
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A thing that occupies memory: one stored leaf, its gradient, a batch leaf, or an activation of all layers of a loop.
+    """A thing that occupies memory: one stored leaf, its gradient, a batch leaf, or an activation: of all layers of a loop, or one value
+    outside of the loops.
 
     ``bytes`` are global. ``spec`` is the partition spec, or None where the caller gave no shardings. For an activation,
-    ``count`` is the loop's length, ``shape`` one layer's; ``written`` is what the program does with it by itself, ``named``
-    says that the user named it, and ``note`` says why it cannot be moved, if it cannot.
+    ``count`` is the loop's length (outside of loops: how many are alike), ``shape`` one layer's; ``written`` is what the program does
+    with it by itself, ``named`` says that the user named it, ``note`` why it cannot be moved, if it cannot, and ``needed`` that keeping
+    it serves the backward pass.
     ``part``: only these layers of a stack of optimizer state.
 
     Of an activation: ``recompute_flops`` and ``recompute_bytes`` of all its layers, to make it again where nothing but the loops' carries
     and what is at hand anyhow is kept; ``recompute_from``, the nearest entries on that way; ``consumers`` (``primitive@file.py:12``, the
-    first few); ``born`` and ``dies``, the equations of the body that make it and last use it on the way forward.
+    first few); ``born`` and ``dies``, the equations of the body that make it and last use it on the way forward. ``batched``: the rows of
+    the batch are on one of its axes, so it is taken to be split like the batch.
     """
 
     name: str
@@ -54,6 +57,8 @@ class Tensor:
     consumers: tuple[str, ...] = ()
     born: int = 0
     dies: int = 0
+    batched: bool = False
+    needed: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,13 +168,14 @@ def trace(
     args = Arguments(params=_bare(shaped[0]), batch=_bare(shaped[1]), extra=_bare(shaped[2]), key=key)
     _check_params(args.params)
     opt_state = jax.eval_shape(optimizer.init, args.params)
-    program = programs.build(loss_fn, args, None if shape is None else shape.abstract(), specs)
+    abstract = None if shape is None else shape.abstract()
+    program = programs.build(loss_fn, args, abstract, specs)
     update = trace_update(optimizer, args.params, opt_state, program.jaxpr.out_avals[0].dtype)
     families, stored_state = make_families(update, program.stored)
     tensors = (
         *_state_tensors(args, opt_state, program, update, families, stored_state, specs),
         *_batch_tensors(args.batch, batch_specs),
-        *_activation_tensors(program),
+        *_activation_tensors(program, args, outside.discover(program, args, abstract)),
     )
     return Workload(
         loss_fn=loss_fn, optimizer=optimizer, args=args, opt_state=opt_state, mesh=shape, batch_specs=batch_specs, tensors=tensors,
@@ -307,30 +313,44 @@ def _batch_tensors(batch, specs):
         )  # fmt: skip
 
 
-def _activation_tensors(program):
-    """One tensor per residual path; a name that stands in several loops is one tensor."""
+def _activation_tensors(program, args: Arguments, around: outside.Outside):
+    """One tensor per residual path; a name that stands in several loops, or several times outside of them, is one tensor."""
     found: dict[str, Tensor] = {}
-    for loop, graph in zip(program.loops, graphs(program), strict=True):
-        for r in loop.body.residuals:
-            tensor = _activation(r, graph)
-            old = found.get(tensor.name)
-            if old is not None:
-                tensor = dataclasses.replace(
-                    old, bytes=old.bytes + tensor.bytes, count=old.count + tensor.count, movable=old.movable or tensor.movable,
-                    recompute_flops=old.recompute_flops + tensor.recompute_flops,
-                    recompute_bytes=old.recompute_bytes + tensor.recompute_bytes,
-                )  # fmt: skip
-            found[tensor.name] = tensor
+    for tensor in (*_inside(program, args), *_outside(args, around)):
+        if (old := found.get(tensor.name)) is not None:
+            tensor = dataclasses.replace(
+                old, bytes=old.bytes + tensor.bytes, count=old.count + tensor.count, movable=old.movable or tensor.movable,
+                needed=old.needed or tensor.needed, recompute_flops=old.recompute_flops + tensor.recompute_flops,
+                recompute_bytes=old.recompute_bytes + tensor.recompute_bytes,
+            )  # fmt: skip
+        found[tensor.name] = tensor
     yield from found.values()
 
 
-def _activation(r, graph: recompute.Graph) -> Tensor:
-    movable, note = movability(r, graph.length)
+def _inside(program, args: Arguments):
+    for loop, graph in zip(program.loops, graphs(program), strict=True):
+        for r in loop.body.residuals:
+            yield _activation(r, graph, *movability(r, graph.length), batched=r.shape[:1] == _rows(args))
+
+
+def _outside(args: Arguments, around: outside.Outside):
+    kept = around.body.residuals
+    graph = recompute.Graph(loop=-1, length=1, nodes=recompute.named(around.body.nodes, kept), carry="")
+    for r in kept:
+        yield _activation(r, graph, False, outside.WHY_NOT, batched=r.mark in around.batched or r.shape[:1] == _rows(args))
+
+
+def _rows(args: Arguments) -> tuple[int, ...] | None:
+    """The batch's first axis."""
+    return next((leaf.shape[:1] for leaf in jax.tree.leaves(args.batch) if leaf.shape), None)
+
+
+def _activation(r, graph: recompute.Graph, movable: bool, note: str, *, batched: bool) -> Tensor:
     chain = graph.chain(r.node) if r.node >= 0 else set()
     return Tensor(
         name=f"activation:{r.path}", role="activation", shape=r.shape, dtype=str(r.dtype), count=graph.length,
         bytes=sharding.nbytes(r.shape, r.dtype) * graph.length, members=(r.path, *r.aliases), written=r.written, movable=movable,
-        note=note, source=r.source, named=r.user_named, consumers=r.consumers, born=r.born, dies=r.dies,
+        note=note, batched=batched, needed=r.needed, source=r.source, named=r.user_named, consumers=r.consumers, born=r.born, dies=r.dies,
         recompute_flops=graph.length * sum(graph.nodes[n].flops for n in chain),
         recompute_bytes=graph.length * sum(graph.nodes[n].moved_bytes for n in chain),
         recompute_from=graph.nearest(r.node) if r.node >= 0 else (),
@@ -338,13 +358,14 @@ def _activation(r, graph: recompute.Graph) -> Tensor:
 
 
 def graphs(program: Program) -> tuple[recompute.Graph, ...]:
-    """The recompute graph of each loop."""
+    """The recompute graph of each loop; a node has a name where it can be placed."""
     out = []
     for number, loop in enumerate(program.loops):
-        carries = [r for r in loop.body.residuals if r.carry]
-        largest = max(carries, key=lambda r: sharding.nbytes(r.shape, r.dtype), default=None)
+        found, length = loop.body.residuals, loop.loop.length
+        largest = max((r for r in found if r.carry), key=lambda r: sharding.nbytes(r.shape, r.dtype), default=None)
         carry = f"activation:{largest.path}" if largest else ""
-        out.append(recompute.Graph(loop=number, length=loop.loop.length, nodes=loop.body.nodes, carry=carry))
+        nodes = recompute.named(loop.body.nodes, found if length > 1 else ())
+        out.append(recompute.Graph(loop=number, length=length, nodes=nodes, carry=carry))
     return tuple(out)
 
 
