@@ -1,7 +1,7 @@
 """``choose``: one plan for every tensor that competes for HBM, found by a program over all placements and proved by the real compiler.
 
     formulate                     the placement problem, for each form: resident updates in the backward pass, numbers of microbatches
-    prove(simple, optimum)        two candidates; simple: as written, with the state on the host where it is counted to fit only so
+    prove(simple, optimum)        two candidates; simple: as written, or as it is counted to fit: state on the host, all recomputed
     until nothing is better:
         learn                     what the compiler needed beyond the count, and how copies and rebuilding came out in the forecasts
         solve                     the optimum under what was learned; a choice that did not fit tightens the budget by what it was over
@@ -21,10 +21,10 @@ from forebay.errors import InputError
 from forebay.hardware import Hardware
 from forebay.plan import Plan
 from forebay.search import answering, choices
-from forebay.search.formulating import formulate
+from forebay.search.formulating import EVERY_ACTIVATION, formulate
 from forebay.search.learning import Sample, learn
 from forebay.search.pricing import Prices
-from forebay.search.problem import HOST, Choice, Correction, Form, Problem, estimate
+from forebay.search.problem import HOST, RECOMPUTE, Choice, Correction, Form, Problem, estimate
 from forebay.search.program import Limits, most_frugal, solve
 from forebay.search.proving import Candidate, Proven, at_once, prove
 from forebay.units import show_seconds
@@ -37,11 +37,7 @@ CAREFUL = 0.10
 NEAR = 0.03
 TIGHTER = 0.01  # of the HBM budget: the step by which a choice that did not fit makes room
 ATTEMPTS = 12
-SIMPLE = {
-    "as written": (),
-    "as written, optimizer state on host": ("optimizer",),
-    "as written, parameters and optimizer state on host": ("parameter", "optimizer"),
-}
+AWAY = {"": (), ", optimizer state on host": ("optimizer",), ", parameters and optimizer state on host": ("parameter", "optimizer")}
 FORMS: tuple[Form, ...] = ((), (("fuse_update", "always"),), *((("microbatches", n),) for n in (2, 4, 8, 16, 32)))
 
 
@@ -150,7 +146,7 @@ class _Search:
             return [self._careful(simple)]
         optima = [_Proposal(seconds=0.0, candidate=simple)]
         for problem in self._all_problems(FORMS[:2]):
-            found = solve(problem, Correction(), self._limits(problem))
+            found = solve(problem, Correction(), self._limits(problem)) or most_frugal(problem, Correction(), self._limits(problem))
             if found is not None and (problem.form or found != simple.choice):
                 optima.append(_Proposal(seconds=estimate(problem, found, Correction()).seconds, candidate=self.candidate(problem, found)))
         return [p.candidate for p in [optima[0], *sorted(optima[1:], key=lambda p: p.seconds)][: self.at_once]]
@@ -164,18 +160,22 @@ class _Search:
         return simple if found is None or found == simple.choice else self.candidate(self.plain, found)
 
     def _simple(self) -> Candidate:
-        """The step as written, with its state and then its parameters on the host where it is counted not to fit otherwise."""
-        made = None
-        for summary, roles in SIMPLE.items():
-            rules = dict.fromkeys(roles, HOST)
-            choice = choices.choice_of(self.plain, Plan.by_hand(self.work, rules, hardware=self.hardware))
-            if made is not None and choice == made.choice:
-                continue
-            made = Candidate(summary=summary, choice=choice, rules=rules, form=())
-            if estimate(self.plain, choice, Correction()).hbm_bytes <= self.plain.hbm_budget_bytes:
-                break
-        assert made is not None, "the step as written is a candidate"
-        return made
+        """The step as written where it is counted to fit, else the fastest simple one that is: with its state and then its parameters on
+        the host, as written or with everything recomputed; where none is counted to fit, the one that needs the least HBM."""
+        everywhere = {EVERY_ACTIVATION: RECOMPUTE} if any(t.role == "activation" for t in self.work.tensors) else {}
+        made: dict[Choice, Candidate] = {}
+        for words, rules in (("as written", {}), ("everything recomputed", everywhere)):
+            for away, roles in AWAY.items():
+                placed = rules | dict.fromkeys(roles, HOST)
+                choice = choices.choice_of(self.plain, Plan.by_hand(self.work, placed, hardware=self.hardware))
+                made.setdefault(choice, Candidate(summary=words + away, choice=choice, rules=placed, form=()))
+        prices = {choice: estimate(self.plain, choice, Correction()) for choice in made}
+        limits = self._limits(self.plain)
+        fitting = [c for c, price in prices.items() if price.hbm_bytes <= limits.hbm_bytes and price.host_bytes <= limits.host_bytes]
+        first = next(iter(made))
+        if first in fitting:
+            return made[first]
+        return made[min(fitting, key=lambda c: prices[c].seconds) if fitting else min(made, key=lambda c: prices[c].hbm_bytes)]
 
     def _late(self) -> bool:
         return time.monotonic() + self.longest_seconds > self.began + self.budget_seconds

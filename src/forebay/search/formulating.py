@@ -77,7 +77,8 @@ def _values(work: Workload, sources: Sources, prices: Prices, share: float, pass
             values.append(_value(graph.carry, place, (), True, 0.0, graph, entries, prices, passes))
         for node, each, place in zip(graph.nodes, seconds, where, strict=True):
             inputs = (*((base - 1,) if first and node.carried else ()), *(base + u for u in node.inputs))
-            values.append(_value(node.name, place, inputs, node.needed, each, graph, entries, prices, passes, node.bytes * share / passes))
+            size = node.bytes * share / passes if node.needed else 0.0  # what is made on the way is gone before the next is
+            values.append(_value(node.name, place, inputs, node.needed, each, graph, entries, prices, passes, size))
         forward.append(sum(seconds))
     return tuple(values), forward
 

@@ -15,8 +15,8 @@ backward pass first reads it, or at once where something is rebuilt from it. Cop
 compiler hides the former beside a layer's work better than the latter.
 
 A value that is not kept is rebuilt, and what it is made of too unless that is kept: a chain that two values share is paid once.
-HBM is what stands there through the step plus the values of one layer while they are rebuilt. All of it is linear, so ``program``
-solves it exactly; ``estimate`` prices one given choice, and is the definition that the program is tested against.
+HBM is what stands there through the step plus what the backward pass reads of one layer while that is rebuilt. All of it is linear, so
+``program`` solves it exactly; ``estimate`` prices one given choice, and is the definition that the program is tested against.
 
 Limits: the phases' compute, the room the compiler needs beside it all (``Correction``) and the overlap it reaches are learned from
 compiled candidates, not known here.
