@@ -67,3 +67,9 @@ def test_the_copy_that_writes_the_state_back_does_not_stand_for_an_activation():
 
 def test_a_gradient_is_neither():
     assert compare((), findings(), (entry("gradient:w", 8),)) == ((), ())
+
+
+def test_a_double_buffered_loop_writes_two_layers_a_turn():
+    entries = (entry("activation:x", 80), entry("activation:y", 80))
+    assert compare((), findings(copies=[("to_host", 8, 5)] * 4), entries) == (("activation:x", "activation:y"), ())
+    assert compare((), findings(copies=[("to_host", 8, 4)] * 3), entries) == (("activation:x",), ("activation:y",))

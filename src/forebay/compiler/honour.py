@@ -1,8 +1,8 @@
 """What was asked onto the host against what the compiled program does: argument by argument, and entry by entry where there is a plan.
 
 An entry of the state is honoured by a parameter of the module of its size that stands in host memory; an entry of the activations by a
-copy to the host that writes its bytes over the turns of a loop (a compiler that takes one or two turns out of the loop is allowed for),
-or, where the program itself offloads a value outside its loops, all at once.
+copy to the host that writes its bytes over the turns of a loop, or by two where the compiler double-buffers the loop (one or two turns may
+be taken out of it), or, where the program itself offloads a value outside its loops, all at once.
 Each parameter and each copy serves one entry; the copies that write state and gradients back are set aside first. Gradients may be used
 up where they arise, and recomputed activations leave no trace in memory: nothing is said of them.
 """
@@ -15,6 +15,7 @@ from forebay.records.verdict import TO_HOST, HostCopy
 
 _STATE = ("parameter", "optimizer", "accumulator", "batch")
 _PEELED = (0, 1, 2)
+_UNROLLED = 2
 
 
 def compare(arguments: tuple[tuple[str, str | None], ...], findings: Findings, entries: tuple[Entry, ...]) -> tuple[tuple, tuple]:
@@ -65,10 +66,15 @@ def _written(names: list[str], others: list[str], asked: Counter, findings: Find
 
 
 def _take(free: list[HostCopy], size: int) -> bool:
-    """Take out of ``free`` a copy that writes ``size`` bytes in all, if there is one."""
+    """Take out of ``free`` the copies of one loop that write ``size`` bytes in all, if they are there: one, or two of a loop unrolled."""
     for copy in free:
         turns, left = divmod(size, copy.bytes) if copy.bytes else (0, 1)
-        if left == 0 and (copy.trip_count is None or turns - copy.trip_count in _PEELED):
-            free.remove(copy)
-            return True
+        if left:
+            continue
+        same = [c for c in free if (c.loop, c.bytes, c.trip_count) == (copy.loop, copy.bytes, copy.trip_count)]
+        for times in range(1, min(len(same), _UNROLLED) + 1):
+            if copy.trip_count is None or turns - times * copy.trip_count in _PEELED:
+                for taken in same[:times]:
+                    free.remove(taken)
+                return True
     return False
