@@ -132,7 +132,7 @@ class _Search:
         best = min((p.seconds for p in self.proven if p.fits and p.seconds is not None), default=math.inf)
         bold = self._proposals(best)
         if bold:
-            safe = [p for p in self._proposals(best, SAFE) if p.candidate != bold[0].candidate]
+            safe = [p for p in self._proposals(best, careful=True) if p.candidate != bold[0].candidate]
             near = [p for p in safe if p.seconds < bold[0].seconds * (1 + NEAR) and p.candidate.form != bold[0].candidate.form]
             return [p.candidate for p in [bold[0], *near, *safe, *bold[1:]][: self.at_once]]
         frugal = [] if math.isfinite(best) else self._frugal()
@@ -187,20 +187,22 @@ class _Search:
         self.proven += prove(self.work, self.hardware, candidates, self.work_done, deadline)
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
 
-    def _proposals(self, best: float, margin: float = 0.0) -> list[_Proposal]:
-        """The optimum of each form that is counted to gain on ``best`` with ``margin`` of the HBM budget left free; the fastest first."""
-        found = [self._optimum(problem, margin * problem.hbm_budget_bytes) for problem in self._all_problems()]
+    def _proposals(self, best: float, careful: bool = False) -> list[_Proposal]:
+        """The optimum of each form that is counted to gain on ``best``, the fastest first. ``careful``: with a margin of the HBM left free,
+        and not far from the fastest step that was compiled."""
+        found = [self._optimum(problem, careful) for problem in self._all_problems()]
         return sorted((p for p in found if p is not None and p.seconds < best * (1 - WORTH)), key=lambda p: p.seconds)
 
-    def _optimum(self, problem: Problem, spare: float) -> _Proposal | None:
+    def _optimum(self, problem: Problem, careful: bool) -> _Proposal | None:
         """The best choice that was not compiled yet, under what was learned around it; None where the best was compiled and fits.
 
         What the compiler needs beyond the count is known best near a compiled choice, so the choice is sought until it is the one
         around which was learned.
         """
-        near = self._start(problem)
+        near, spare = self._start(problem), SAFE * problem.hbm_budget_bytes * careful
+        known = self._known(problem) if careful else None
         for _ in range(ATTEMPTS):
-            found = solve(problem, self._learned(problem, near), self._limits(problem, spare))
+            found = solve(problem, self._learned(problem, near), self._limits(problem, spare), known)
             if found is None:
                 return None
             tried = self._tried(problem, found)
@@ -225,28 +227,32 @@ class _Search:
                 made.append(_Proposal(seconds=estimate(problem, found, Correction()).hbm_bytes, candidate=self.candidate(problem, found)))
         return sorted(made, key=lambda p: p.seconds)
 
+    def _known(self, problem: Problem) -> Choice | None:
+        """The choice of the fastest step of this form that was compiled and is not far over the budget."""
+        most = (1 + NEAR) * problem.hbm_budget_bytes
+        mine = [s for s in self._samples() if s.problem is problem and s.seconds is not None and s.hbm_bytes <= most]
+        return min(mine, key=lambda s: s.seconds or math.inf).choice if mine else None
+
     def _start(self, problem: Problem) -> Choice:
         mine = [p for p in self.proven if p.candidate.form == problem.form]
         return mine[-1].candidate.choice if mine else self.proven[-1].candidate.choice
 
-    def _samples(self, problem: Problem) -> list[Sample]:
+    def _samples(self) -> list[Sample]:
         return [
             Sample(
+                problem=problem,
                 choice=p.candidate.choice,
                 seconds=p.seconds,
                 exposed_seconds=p.forecast.exposed_copy_seconds if p.forecast else 0.0,
                 hbm_bytes=p.verdict.hbm.total_bytes,
             )
             for p in self.proven
-            if p.candidate.form == problem.form and p.verdict.hbm is not None
+            if p.verdict.hbm is not None and (problem := self.problem(p.candidate.form)) is not None
         ]
 
     def _learned(self, problem: Problem, near: Choice) -> Correction:
-        """What was learned around ``near``; for a form of which none was compiled, what the plain one taught."""
-        if samples := self._samples(problem):
-            return learn(problem, samples, near)
-        samples = self._samples(self.plain)
-        return learn(self.plain, samples, samples[-1].choice) if samples else Correction()
+        """What was learned around ``near``."""
+        return learn(problem, self._samples(), near)
 
     def _limits(self, problem: Problem, spare: float = 0.0) -> Limits:
         return Limits(hbm_bytes=problem.hbm_budget_bytes - spare, host_bytes=problem.host_budget_bytes)
@@ -272,8 +278,5 @@ class _Search:
 
     def corrected(self) -> dict[Form, tuple[Problem, Correction]]:
         """Each problem of which something was compiled, with all that was learned."""
-        out = {}
-        for form, problem in self.problems.items():
-            if problem is not None and (samples := self._samples(problem)):
-                out[form] = (problem, learn(problem, samples, samples[-1].choice))
-        return out
+        samples = self._samples()
+        return {s.problem.form: (s.problem, learn(s.problem, samples, s.choice)) for s in samples}

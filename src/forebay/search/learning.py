@@ -19,8 +19,9 @@ _BEGIN = Correction()
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A compiled candidate: its forecast (None where there is none) in work and exposed copies, and its HBM."""
+    """A compiled candidate: the problem of its form, its forecast (None where there is none) in work and exposed copies, and its HBM."""
 
+    problem: Problem
     choice: Choice
     seconds: float | None
     exposed_seconds: float
@@ -33,22 +34,23 @@ class Sample:
 
 
 def learn(problem: Problem, samples: Sequence[Sample], near: Choice) -> Correction:
-    """The correction to be used around the choice ``near``."""
+    """The correction to be used around the choice ``near``: time from all samples, HBM from the nearest, of ``problem`` if there is one."""
     correction = Correction()
     timed = [s for s in samples if s.seconds is not None]
     for _ in range(2):  # what is exposed depends on the factors
         if timed:
-            correction = _fit_time(problem, timed, correction)
+            correction = _fit_time(timed, correction)
     if not samples:
         return correction
-    closest = min(samples, key=lambda s: distance(problem, s.choice, near))
-    return dataclasses.replace(correction, workspace_bytes=excess(problem, closest, correction))
+    alike = [s for s in samples if s.problem.form == problem.form] or samples
+    closest = min(alike, key=lambda s: distance(s.problem, s.choice, near))
+    return dataclasses.replace(correction, workspace_bytes=excess(closest, correction))
 
 
-def excess(problem: Problem, sample: Sample, correction: Correction) -> float:
+def excess(sample: Sample, correction: Correction) -> float:
     """HBM that the compiler needed beyond what the problem counts."""
     bare = dataclasses.replace(correction, workspace_bytes=0.0)
-    return sample.hbm_bytes - estimate(problem, sample.choice, bare).hbm_bytes
+    return sample.hbm_bytes - estimate(sample.problem, sample.choice, bare).hbm_bytes
 
 
 def distance(problem: Problem, one: Choice, other: Choice) -> float:
@@ -59,8 +61,8 @@ def distance(problem: Problem, one: Choice, other: Choice) -> float:
     return apart
 
 
-def _fit_time(problem: Problem, samples: Sequence[Sample], correction: Correction) -> Correction:
-    prices = [estimate(problem, s.choice, correction) for s in samples]
+def _fit_time(samples: Sequence[Sample], correction: Correction) -> Correction:
+    prices = [estimate(s.problem, s.choice, correction) for s in samples]
     beside = [p.value_copy_seconds + p.group_copy_seconds for p in prices]
     work = [s.work_seconds - p.keep_seconds - b for s, p, b in zip(samples, prices, beside, strict=True)]
     [rebuild] = _factors([(p.rebuild_seconds,) for p in prices], work, (_BEGIN.rebuild,), (FACTOR_HIGH,), constant=True)
@@ -69,7 +71,7 @@ def _fit_time(problem: Problem, samples: Sequence[Sample], correction: Correctio
     lost = [s.exposed_seconds + b for s, b in zip(samples, beside, strict=True)]
     begin = _BEGIN.exposed, _BEGIN.beside_values, _BEGIN.beside_groups
     exposed, of_values, of_groups = _factors(copies, lost, begin, (FACTOR_HIGH, BESIDE_HIGH, BESIDE_HIGH), constant=False)
-    counted = sum(problem.compute_seconds)
+    counted = sum(samples[0].problem.compute_seconds)
     scale = constant / counted if counted and constant > 0 else 1.0
     return dataclasses.replace(
         correction, constant_seconds=constant, compute=min(max(scale, FACTOR_LOW), FACTOR_HIGH), rebuild=rebuild, exposed=exposed,

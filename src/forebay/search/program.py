@@ -18,6 +18,7 @@ Cost: about forty values and a dozen groups for a transformer; some hundredths o
 """
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -42,6 +43,7 @@ from forebay.search.problem import (
 
 TIME_LIMIT_SECONDS = 10.0
 GAP = 1e-4
+UNCERTAIN = 0.5  # of a copy's time
 _MIB = 2.0**20  # bytes enter the program in MiB: rows of like size keep the solver exact
 
 
@@ -88,9 +90,10 @@ class _Variables:
     room: int
 
 
-def solve(problem: Problem, correction: Correction, limits: Limits) -> Choice | None:
-    """The choice of the fewest seconds within ``limits``, or None where there is none."""
-    return _solve(problem, correction, limits, _time_objective)
+def solve(problem: Problem, correction: Correction, limits: Limits, known: Choice | None = None) -> Choice | None:
+    """The choice of the fewest seconds within ``limits``, or None where there is none. ``known`` was compiled: what differs from it is
+    less certain, and must gain a share of the time of its copies more."""
+    return _solve(problem, correction, limits, functools.partial(_time_objective, known=known))
 
 
 def most_frugal(problem: Problem, correction: Correction, limits: Limits) -> Choice | None:
@@ -234,7 +237,9 @@ def _again(problem: Problem, correction: Correction, at: _Variables, phase: int)
     return {at.again[v]: correction.rebuild * problem.values[v].rebuild_seconds for v in mine}
 
 
-def _time_objective(problem, correction, rows, at, hbm, copies) -> None:
+def _time_objective(problem, correction, rows, at, hbm, copies, known: Choice | None = None) -> None:
+    for variable, seconds in _doubts(problem, at, known).items() if known is not None else ():
+        rows.objective[variable] += seconds
     for v, value in enumerate(problem.values):
         rows.objective[at.again[v]] += correction.rebuild * value.rebuild_seconds
         rows.objective[at.kept[v]] += value.keep_seconds
@@ -244,6 +249,21 @@ def _time_objective(problem, correction, rows, at, hbm, copies) -> None:
         rows.objective[variable] += correction.exposed
     for variable, seconds in copies.items():
         rows.objective[variable] += seconds
+
+
+def _doubts(problem: Problem, at: _Variables, known: Choice) -> dict[int, float]:
+    """Seconds by variable for what stands elsewhere than in ``known``; state in some parts there may stand anywhere."""
+    rate = problem.link.both / UNCERTAIN if problem.link else math.inf
+    price: dict[int, float] = {}
+    for v, (value, place) in enumerate(zip(problem.values, known.places, strict=True)):
+        for variable, mine in ((at.kept[v], HBM), (at.hosted[v], HOST)):
+            price[variable] = copied_bytes(problem, value) / rate * (-1 if place == mine else 1)
+    for g, group in enumerate(problem.groups):
+        parts, on_host = known.state_parts[g], known.params_on_host[g]
+        if parts in (0, group.parts) and group.parts:
+            price[at.parts[g]] = group.state_bytes / group.parts / rate * (-1 if parts else 1)
+        price[at.params[g]] = group.param_bytes / rate * (-1 if on_host else 1)
+    return price
 
 
 def _hbm_objective(problem, correction, rows, at, hbm, copies) -> None:
