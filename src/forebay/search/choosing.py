@@ -5,7 +5,8 @@
     until nothing is better:
         learn                     what the compiler needed beyond the count, and how copies and rebuilding came out in the forecasts
         solve                     the optimum under what was learned; a choice that did not fit tightens the budget by what it was over
-        prove                     the new optimum, and beside it one that leaves a margin of the HBM free, of another form if that is near
+        prove                     the new optimum, and beside it a simple one that is now counted to gain; else one that leaves a margin of
+                                  the HBM free, of another form if that is near
     answer                        the fastest that fits, and why each other lost
 
 The search ends when the program's optimum was compiled already, or is not forecast to gain more than ``WORTH`` of the step on the best:
@@ -13,6 +14,7 @@ two forecasts of one model err alike, so that their difference is better known t
 """
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +26,7 @@ from forebay.search import answering, choices
 from forebay.search.formulating import EVERY_ACTIVATION, formulate
 from forebay.search.learning import Sample, learn
 from forebay.search.pricing import Prices
-from forebay.search.problem import HOST, RECOMPUTE, Choice, Correction, Form, Problem, estimate
+from forebay.search.problem import HOST, RECOMPUTE, Choice, Correction, Estimate, Form, Problem, estimate
 from forebay.search.program import Limits, most_frugal, solve
 from forebay.search.proving import Candidate, Proven, at_once, prove
 from forebay.units import show_seconds
@@ -130,11 +132,14 @@ class _Search:
             self.ended = f"the budget of {show_seconds(self.budget_seconds)} ended the search"
             return []
         best = min((p.seconds for p in self.proven if p.fits and p.seconds is not None), default=math.inf)
-        bold = self._proposals(best)
+        bold, simple = self._proposals(best), self._simple_left(best)
         if bold:
             safe = [p for p in self._proposals(best, careful=True) if p.candidate != bold[0].candidate]
             near = [p for p in safe if p.seconds < bold[0].seconds * (1 + NEAR) and p.candidate.form != bold[0].candidate.form]
-            return [p.candidate for p in [bold[0], *near, *safe, *bold[1:]][: self.at_once]]
+            others = [p.candidate for p in [*near, *safe, *bold[1:]]]
+            return [bold[0].candidate, *(c for c in simple if c != bold[0].candidate), *others][: self.at_once]
+        if simple:
+            return simple[: self.at_once]
         frugal = [] if math.isfinite(best) else self._frugal()
         if not frugal:
             self.ended = self._proof(best)
@@ -159,9 +164,9 @@ class _Search:
         found = solve(problem, Correction(), self._limits(problem, CAREFUL * problem.hbm_budget_bytes))
         return simple if found is None or found == simple.choice else self.candidate(self.plain, found)
 
-    def _simple(self) -> Candidate:
-        """The step as written where it is counted to fit, else the fastest simple one that is: with its state and then its parameters on
-        the host, as written or with everything recomputed; where none is counted to fit, the one that needs the least HBM."""
+    @functools.cached_property
+    def _simple_ones(self) -> dict[Choice, Candidate]:
+        """What a person would try first: as written and with everything recomputed, each with the state and the parameters on the host."""
         everywhere = {EVERY_ACTIVATION: RECOMPUTE} if any(t.role == "activation" for t in self.work.tensors) else {}
         made: dict[Choice, Candidate] = {}
         for words, rules in (("as written", {}), ("everything recomputed", everywhere)):
@@ -169,13 +174,30 @@ class _Search:
                 placed = rules | dict.fromkeys(roles, HOST)
                 choice = choices.choice_of(self.plain, Plan.by_hand(self.work, placed, hardware=self.hardware))
                 made.setdefault(choice, Candidate(summary=words + away, choice=choice, rules=placed, form=()))
+        return made
+
+    def _simple(self) -> Candidate:
+        """The step as written where it is counted to fit, else the fastest simple one that is; where none is, that of the least HBM."""
+        made = self._simple_ones
         prices = {choice: estimate(self.plain, choice, Correction()) for choice in made}
-        limits = self._limits(self.plain)
-        fitting = [c for c, price in prices.items() if price.hbm_bytes <= limits.hbm_bytes and price.host_bytes <= limits.host_bytes]
+        fitting = [choice for choice, price in prices.items() if self._within(price)]
         first = next(iter(made))
         if first in fitting:
             return made[first]
         return made[min(fitting, key=lambda c: prices[c].seconds) if fitting else min(made, key=lambda c: prices[c].hbm_bytes)]
+
+    def _simple_left(self, best: float) -> list[Candidate]:
+        """Simple ones not compiled yet that gain by what was learned around each; the program goes by what its own optimum taught."""
+        found = []
+        for choice, candidate in self._simple_ones.items():
+            price = estimate(self.plain, choice, self._learned(self.plain, choice))
+            if self._tried(self.plain, choice) is None and self._within(price) and price.seconds < best * (1 - WORTH):
+                found.append((price.seconds, candidate))
+        return [candidate for _, candidate in sorted(found, key=lambda pair: pair[0])]
+
+    def _within(self, price: Estimate) -> bool:
+        limits = self._limits(self.plain)
+        return price.hbm_bytes <= limits.hbm_bytes and price.host_bytes <= limits.host_bytes
 
     def _late(self) -> bool:
         return time.monotonic() + self.longest_seconds > self.began + self.budget_seconds
