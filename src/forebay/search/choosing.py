@@ -22,11 +22,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from forebay.errors import InputError
 from forebay.hardware import Hardware
 from forebay.plan import Plan
-from forebay.search import answering, choices
-from forebay.search.formulating import EVERY_ACTIVATION, formulate
+from forebay.search import answering, choices, simple
+from forebay.search.formulating import formulate
 from forebay.search.learning import Sample, learn
 from forebay.search.pricing import Prices
-from forebay.search.problem import HOST, RECOMPUTE, Choice, Correction, Estimate, Form, Problem, estimate
+from forebay.search.problem import Choice, Correction, Estimate, Form, Problem, estimate
 from forebay.search.program import Limits, most_frugal, solve
 from forebay.search.proving import Candidate, Proven, at_once, prove
 from forebay.units import show_seconds
@@ -39,7 +39,6 @@ CAREFUL = 0.10
 NEAR = 0.03
 TIGHTER = 0.01  # of the HBM budget: the step by which a choice that did not fit makes room
 ATTEMPTS = 12
-AWAY = {"": (), ", optimizer state on host": ("optimizer",), ", parameters and optimizer state on host": ("parameter", "optimizer")}
 FORMS: tuple[Form, ...] = ((), (("fuse_update", "always"),), *((("microbatches", n),) for n in (2, 4, 8, 16, 32)))
 
 
@@ -113,6 +112,11 @@ class _Search:
             self.problems[form] = None if empty else problem
         return self.problems[form]
 
+    @functools.cached_property
+    def simple_ones(self) -> dict[Choice, Candidate]:
+        """The plans that a person would try first, by their choice in the plain problem."""
+        return simple.plans(self.work, self.hardware, self.plain)
+
     @property
     def plain(self) -> Problem:
         """The problem without any option."""
@@ -132,53 +136,40 @@ class _Search:
             self.ended = f"the budget of {show_seconds(self.budget_seconds)} ended the search"
             return []
         best = min((p.seconds for p in self.proven if p.fits and p.seconds is not None), default=math.inf)
-        bold, simple = self._proposals(best), self._simple_left(best)
-        if bold:
-            safe = [p for p in self._proposals(best, careful=True) if p.candidate != bold[0].candidate]
-            near = [p for p in safe if p.seconds < bold[0].seconds * (1 + NEAR) and p.candidate.form != bold[0].candidate.form]
-            others = [p.candidate for p in [*near, *safe, *bold[1:]]]
-            return [bold[0].candidate, *(c for c in simple if c != bold[0].candidate), *others][: self.at_once]
-        if simple:
-            return simple[: self.at_once]
-        frugal = [] if math.isfinite(best) else self._frugal()
-        if not frugal:
+        bold, plainer = self._proposals(best), self._simple_left(best)
+        careful = self._proposals(best, careful=True) if bold else []
+        near = [p for p in careful if p.seconds < bold[0].seconds * (1 + NEAR) and p.candidate.form != bold[0].candidate.form]
+        others = sorted([*careful, *plainer], key=lambda p: p.seconds)
+        found = [*bold[:1], *near, *others, *bold[1:]] or ([] if math.isfinite(best) else self._frugal())
+        if not found:
             self.ended = self._proof(best)
-        return [p.candidate for p in frugal[: self.at_once]]
+        different: dict[tuple[Form, Choice], Candidate] = {}
+        for p in found:
+            different.setdefault((p.candidate.form, p.candidate.choice), p.candidate)
+        return list(different.values())[: self.at_once]
 
     def _first(self) -> list[Candidate]:
-        simple = self._simple()
+        first = self._simple()
         if self.at_once == 1:
-            return [self._careful(simple)]
-        optima = [_Proposal(seconds=0.0, candidate=simple)]
+            return [self._careful(first)]
+        optima = [_Proposal(seconds=0.0, candidate=first)]
         for problem in self._all_problems(FORMS[:2]):
             found = solve(problem, Correction(), self._limits(problem)) or most_frugal(problem, Correction(), self._limits(problem))
-            if found is not None and (problem.form or found != simple.choice):
+            if found is not None and (problem.form or found != first.choice):
                 optima.append(_Proposal(seconds=estimate(problem, found, Correction()).seconds, candidate=self.candidate(problem, found)))
         return [p.candidate for p in [optima[0], *sorted(optima[1:], key=lambda p: p.seconds)][: self.at_once]]
 
-    def _careful(self, simple: Candidate) -> Candidate:
-        """Where a compile is dear, the first must fit and gain: ``simple``, with more kept in HBM, if it moves nothing and leaves room."""
-        if simple.rules:
-            return simple
+    def _careful(self, first: Candidate) -> Candidate:
+        """Where a compile is dear, it must fit and gain: the simple ``first``, with more kept if it moves nothing and leaves room."""
+        if first.rules:
+            return first
         problem = dataclasses.replace(self.plain, link=None)
         found = solve(problem, Correction(), self._limits(problem, CAREFUL * problem.hbm_budget_bytes))
-        return simple if found is None or found == simple.choice else self.candidate(self.plain, found)
-
-    @functools.cached_property
-    def _simple_ones(self) -> dict[Choice, Candidate]:
-        """What a person would try first: as written and with everything recomputed, each with the state and the parameters on the host."""
-        everywhere = {EVERY_ACTIVATION: RECOMPUTE} if any(t.role == "activation" for t in self.work.tensors) else {}
-        made: dict[Choice, Candidate] = {}
-        for words, rules in (("as written", {}), ("everything recomputed", everywhere)):
-            for away, roles in AWAY.items():
-                placed = rules | dict.fromkeys(roles, HOST)
-                choice = choices.choice_of(self.plain, Plan.by_hand(self.work, placed, hardware=self.hardware))
-                made.setdefault(choice, Candidate(summary=words + away, choice=choice, rules=placed, form=()))
-        return made
+        return first if found is None or found == first.choice else self.candidate(self.plain, found)
 
     def _simple(self) -> Candidate:
         """The step as written where it is counted to fit, else the fastest simple one that is; where none is, that of the least HBM."""
-        made = self._simple_ones
+        made = self.simple_ones
         prices = {choice: estimate(self.plain, choice, Correction()) for choice in made}
         fitting = [choice for choice, price in prices.items() if self._within(price)]
         first = next(iter(made))
@@ -186,14 +177,14 @@ class _Search:
             return made[first]
         return made[min(fitting, key=lambda c: prices[c].seconds) if fitting else min(made, key=lambda c: prices[c].hbm_bytes)]
 
-    def _simple_left(self, best: float) -> list[Candidate]:
+    def _simple_left(self, best: float) -> list[_Proposal]:
         """Simple ones not compiled yet that gain by what was learned around each; the program goes by what its own optimum taught."""
         found = []
-        for choice, candidate in self._simple_ones.items():
+        for choice, candidate in self.simple_ones.items():
             price = estimate(self.plain, choice, self._learned(self.plain, choice))
             if self._tried(self.plain, choice) is None and self._within(price) and price.seconds < best * (1 - WORTH):
-                found.append((price.seconds, candidate))
-        return [candidate for _, candidate in sorted(found, key=lambda pair: pair[0])]
+                found.append(_Proposal(seconds=price.seconds, candidate=candidate))
+        return found
 
     def _within(self, price: Estimate) -> bool:
         limits = self._limits(self.plain)
