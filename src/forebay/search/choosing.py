@@ -5,8 +5,8 @@
     until nothing is better:
         learn                     what the compiler needed beyond the count, and how copies and rebuilding came out in the forecasts
         solve                     the optimum under what was learned; a choice that did not fit tightens the budget by what it was over
-        prove                     the new optimum, and beside it a simple one that is now counted to gain; else one that leaves a margin of
-                                  the HBM free, of another form if that is near
+        prove                     the new optimum, and beside it one near the fastest so far that leaves a margin of the HBM free, of
+                                  another form if that is as good, or a simple one that is counted to be faster
     answer                        the fastest that fits, and why each other lost
 
 The search ends when the program's optimum was compiled already, or is not forecast to gain more than ``WORTH`` of the step on the best:
@@ -36,7 +36,7 @@ BUDGET_SECONDS = 60.0
 WORTH = 0.002
 SAFE = 0.03  # of the HBM budget: what the second of two candidates leaves free, since a count misses by as much
 CAREFUL = 0.10
-NEAR = 0.03
+NEAR = 0.03  # of seconds, or of HBM over the budget: what a forecast or a count may miss by
 TIGHTER = 0.01  # of the HBM budget: the step by which a choice that did not fit makes room
 ATTEMPTS = 12
 FORMS: tuple[Form, ...] = ((), (("fuse_update", "always"),), *((("microbatches", n),) for n in (2, 4, 8, 16, 32)))
