@@ -61,9 +61,12 @@ def cast_of(program: Program, p: int) -> Any:
 
 
 def _readers(jaxpr, variable) -> list[Any]:
-    """The equations that read a variable; None for a program that returns it."""
-    returned = [None] if any(v is variable for v in jaxpr.outvars) else []
-    return [e for e in jaxpr.eqns if any(v is variable for v in e.invars)] + returned
+    """The equations that read a variable, through any name that it is given; None for a program that returns it."""
+    found = [None] if any(v is variable for v in jaxpr.outvars) else []
+    for e in jaxpr.eqns:
+        if any(v is variable for v in e.invars):
+            found += _readers(jaxpr, e.outvars[0]) if e.primitive.name == "name" else [e]
+    return found
 
 
 def _narrower(dtype, master) -> bool:
