@@ -1,5 +1,6 @@
 """The mixed-integer program against every choice of random small problems."""
 
+import ctypes
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.search.problem import HBM, HOST, RECOMPUTE, Choice, Correction, Group, Link, Problem, Value, estimate, rebuilt
-from forebay.search.program import Limits, most_frugal, solve
+from forebay.search.program import Limits, most_frugal, solve, unheard
 
 MIB = 2**20
 sizes = st.integers(0, 40).map(lambda n: float(n * MIB))
@@ -170,3 +171,11 @@ def test_a_copy_hides_only_beside_the_work_of_its_own_iteration():
     assert _hosted_alone(ahead_seconds=0.5)[HBM] == pytest.approx(0.5)  # read early in the backward pass
     assert _hosted_alone()[RECOMPUTE] == pytest.approx(1.0)  # read at once, for something is rebuilt from it
     assert _hosted_alone(ahead_seconds=0.5)[RECOMPUTE] == pytest.approx(1.0)
+
+
+def test_the_solver_is_not_heard_on_standard_output(capfd):
+    say = ctypes.CDLL(None).puts
+    with unheard():
+        say(b"a remark of the solver")
+    print("a plan", flush=True)
+    assert capfd.readouterr().out == "a plan\n"

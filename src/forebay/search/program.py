@@ -17,11 +17,14 @@
 Cost: about forty values and a dozen groups for a transformer; some hundredths of a second.
 """
 
+import contextlib
+import ctypes
 import dataclasses
 import functools
 import math
+import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forebay.search.problem import (
@@ -283,14 +286,31 @@ def _milp(rows: _Rows):
     limits: list[Any] = [np.array(rows.upper, float), *(np.array([row[k] for row in rows.rows], float) for k in (1, 2))]
     for variable, price in rows.objective.items():
         objective[variable] = price
-    answer = milp(
-        objective,
-        integrality=np.array(rows.whole),
-        bounds=Bounds(0.0, limits[0]),
-        constraints=LinearConstraint(matrix, limits[1], limits[2]),
-        options={"mip_rel_gap": GAP, "time_limit": TIME_LIMIT_SECONDS},
-    )
+    with unheard():
+        answer = milp(
+            objective,
+            integrality=np.array(rows.whole),
+            bounds=Bounds(0.0, limits[0]),
+            constraints=LinearConstraint(matrix, limits[1], limits[2]),
+            options={"mip_rel_gap": GAP, "time_limit": TIME_LIMIT_SECONDS},
+        )
     return answer.x
+
+
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """HiGHS prints remarks of its own past Python on standard output, where ``--json`` puts a plan: within this they go nowhere."""
+    library = ctypes.CDLL(None)
+    library.fflush(None)
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        library.fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _choice(problem: Problem, at: _Variables, found) -> Choice:
