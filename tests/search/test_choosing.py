@@ -22,6 +22,7 @@ from forebay.search.formulating import formulate
 from forebay.search.pricing import Prices
 from forebay.search.problem import Correction, estimate
 from forebay.search.program import Limits, solve
+from forebay.search.proving import SIDE_BY_SIDE
 
 LAYERS, WIDTH, ROWS = 6, 512, 2048
 
@@ -109,6 +110,14 @@ def test_what_does_not_fit_says_so_and_what_was_tried():
     assert plan.verdict.fits is False
     assert all("over the budget" in c["why_not"] for c in plan.candidates)
     assert "was found to fit" in plan.options["reasons"][-1]
+
+
+@pytest.mark.compiler
+def test_a_time_budget_that_is_used_up_ends_the_search_and_there_is_an_answer():
+    plan = fb.choose(traced(optax.adamw(1e-3)), Hardware.named("h100-sxm:1", hbm="140MiB"), budget_seconds=0)
+    assert plan.verdict.fits
+    assert len(plan.candidates) == SIDE_BY_SIDE
+    assert "the time budget ended the search" in plan.options["reasons"][-1]
 
 
 def test_a_machine_without_device_memory_is_refused():

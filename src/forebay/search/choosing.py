@@ -38,6 +38,8 @@ SAFE = 0.03  # of the HBM budget: what the second of two candidates leaves free,
 CAREFUL = 0.10
 NEAR = 0.03  # of seconds, or of HBM over the budget: what a forecast or a count may miss by
 TIGHTER = 0.01  # of the HBM budget: the step by which a choice that did not fit makes room
+SLOWER = 1.5  # times the longest compile so far: what the next one may take, since the first places least on the host
+ANSWERING = 0.05  # of the time budget: kept for the replay of what compiled last, and for the answer
 ATTEMPTS = 12
 FORMS: tuple[Form, ...] = ((), (("fuse_update", "always"),), *((("microbatches", n),) for n in (2, 4, 8, 16, 32)))
 
@@ -52,8 +54,9 @@ def choose(
 ) -> Plan:
     """The fastest plan for ``work`` on ``hardware`` that the compiler says fits.
 
-    ``budget_seconds`` is wall time: no compile starts that could not end within it, except the first ones; the plan says if it cut the
-    search short. ``tokens`` (global, of a step) and ``flops_per_token`` give the forecast its tokens per second and MFU.
+    ``budget_seconds`` is wall time: no compile starts that is not thought to end within it, and one that does not is stopped, except the
+    first ones; the plan says if it cut the search short. ``tokens`` (global, of a step) and ``flops_per_token`` give the forecast its
+    tokens per second and MFU.
 
     The plan holds its verdict, its forecast, a reason and a runner-up for each entry, and the candidates that lost. Where nothing fits its
     verdict says so, and its candidates are what was tried.
@@ -92,7 +95,8 @@ class _Search:
 
     def __init__(self, work: Workload, hardware: Hardware, budget_seconds: float, work_done: Mapping[str, float | None]):
         self.work, self.hardware, self.work_done = work, hardware, work_done
-        self.began, self.budget_seconds = time.monotonic(), budget_seconds
+        self.began = time.monotonic()
+        self.deadline = self.began + (1 - ANSWERING) * budget_seconds
         self.prices, self.at_once = Prices(hardware), at_once(hardware.target.platform)
         self.problems: dict[Form, Problem | None] = {}
         self.proven: list[Proven] = []
@@ -133,7 +137,7 @@ class _Search:
         if not self.proven:
             return self._first()
         if self._late():
-            self.ended = f"the budget of {show_seconds(self.budget_seconds)} ended the search"
+            self.ended = "the time budget ended the search: --budget (budget_seconds=) gives it more"
             return []
         best = min((p.seconds for p in self.proven if p.fits and p.seconds is not None), default=math.inf)
         bold, plainer = self._proposals(best), self._simple_left(best)
@@ -191,12 +195,12 @@ class _Search:
         return price.hbm_bytes <= limits.hbm_bytes and price.host_bytes <= limits.host_bytes
 
     def _late(self) -> bool:
-        return time.monotonic() + self.longest_seconds > self.began + self.budget_seconds
+        return time.monotonic() + SLOWER * self.longest_seconds > self.deadline
 
     def prove(self, candidates: list[Candidate]) -> None:
         """Compile them; the first ones may overrun the budget, for there must be an answer."""
         began = time.monotonic()
-        deadline = self.began + self.budget_seconds if self.proven and math.isfinite(self.budget_seconds) else None
+        deadline = self.deadline if self.proven and math.isfinite(self.deadline) else None
         self.proven += prove(self.work, self.hardware, candidates, self.work_done, deadline)
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
 
@@ -287,7 +291,8 @@ class _Search:
     def outcome(self) -> str:
         """One line on how the search went."""
         compiled = sum(p.verdict.compiled for p in self.proven)
-        return f"search: {compiled} candidates compiled in {show_seconds(time.monotonic() - self.began)}; {self.ended}"
+        noun = "candidate" if compiled == 1 else "candidates"
+        return f"search: {compiled} {noun} compiled in {show_seconds(time.monotonic() - self.began)}; {self.ended}"
 
     def corrected(self) -> dict[Form, tuple[Problem, Correction]]:
         """Each problem of which something was compiled, with all that was learned."""

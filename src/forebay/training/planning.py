@@ -46,7 +46,7 @@ class PlanCommand:
     place: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="RULE")] = ()
     """A placement rule, ROLE_OR_PATTERN=hbm|host|recompute; repeat the flag for more, the last match wins. None: the plan is searched."""
     budget: Annotated[str, arg(metavar="TIME")] = "60s"
-    """How long the search may take, such as 60s or 5min."""
+    """How long the search may take, such as 60s or 5min. What would fit, where nothing does, is looked for after that."""
     maximize: Literal["batch", "seq"] | None = None
     """The largest batch, or the longest sequence, that fits; searched from --batch or --seq on. The other one is kept."""
     minimize: Literal["devices"] | None = None

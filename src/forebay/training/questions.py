@@ -41,17 +41,25 @@ def searched(question: Question, asked: str | None) -> Any:
     if asked is None:
         plan = _chosen(question)
         return plan if plan.verdict.fits is not False else _with_ways_out(question, plan)
-    found = _found(question, asked, None)
+    began = time.monotonic()
+    found = _found(_within(question, question.budget_seconds / 2), asked, None)
     if found.size is None:
         raise InputError(f"no {asked} was found that fits {question.hardware.name}: {'; '.join(found.said)}")
     answer = f"largest {asked} that fits: {found.size}" if asked != "devices" else f"fewest devices that fit: {found.size.devices}"
-    return _noting(_chosen(_at(question, asked, found.size)), [answer, *found.said])
+    left = _within(_at(question, asked, found.size), question.budget_seconds - (time.monotonic() - began))
+    return _noting(_chosen(left), [answer, *found.said])
+
+
+def _within(question: Question, seconds: float) -> Question:
+    return dataclasses.replace(question, budget_seconds=seconds)
 
 
 def _chosen(question: Question) -> Any:
+    began = time.monotonic()
     work = question.trace(question.seq, question.batch)
     done = question.work_done(question.seq, question.batch)
-    plan = fb.choose(work, question.hardware, budget_seconds=question.budget_seconds, **done)
+    left = question.budget_seconds - (time.monotonic() - began)
+    plan = fb.choose(work, question.hardware, budget_seconds=left, **done)
     return dataclasses.replace(plan, workload={**plan.workload, **question.described(question.seq, question.batch)})
 
 
