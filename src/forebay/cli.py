@@ -8,12 +8,13 @@ import dataclasses
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 from forebay import __version__
-from forebay.errors import ForebayError, InputError, nearest
+from forebay.errors import ForebayError, InputError, ModelError, nearest
 
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 DONE, DOES_NOT_FIT, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
@@ -27,6 +28,8 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except ForebayError as error:
+        if isinstance(error, ModelError):
+            traceback.print_exception(error.__cause__)
         print(f"forebay: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:

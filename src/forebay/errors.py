@@ -12,6 +12,10 @@ class InputError(ForebayError):
     """What the user gave cannot be used: a name, a number, a file, a rule."""
 
 
+class ModelError(InputError):
+    """The user's own model raised an exception, which is the ``__cause__``."""
+
+
 class PlanError(ForebayError):
     """A plan is broken, stale, or belongs to another model or machine."""
 

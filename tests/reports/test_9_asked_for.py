@@ -1,6 +1,7 @@
 """Reports of theme 9, asked for and not had: optimizer state by fraction, by layer, by pattern; frozen parameters too."""
 
 import dataclasses
+import math
 import subprocess
 import sys
 import types
@@ -100,15 +101,18 @@ def test_unsloth_3867_where_offloading_does_not_help_the_answer_is_to_keep_every
 def question(monkeypatch, hbm, hardware="h100-sxm:8"):
     """A question whose compiler is a stand-in: a step of ``(seq, batch)`` on a machine needs ``hbm(seq, batch, devices)`` bytes."""
 
-    def frugal(work, machine):
-        needed = hbm(*work, machine.devices)
+    def frugal(work, machine, deadline):
+        needed = hbm(*work.sizes, machine.devices)
         memory = types.SimpleNamespace(total_bytes=needed)
         verdict = types.SimpleNamespace(hbm=memory, host=types.SimpleNamespace(total_bytes=0), reason="", compiled=True)
         return types.SimpleNamespace(verdict=verdict, fits=needed <= machine.hbm_budget_bytes)
 
     monkeypatch.setattr(asking, "frugal", frugal)
+    monkeypatch.setattr(asking, "least_hbm_bytes", lambda work, machine: hbm(*work.sizes, machine.devices))
+    rows = lambda batch: types.SimpleNamespace(role="batch", shape=(batch,))  # noqa: E731
+    trace = lambda seq, batch: types.SimpleNamespace(sizes=(seq, batch), mesh=None, tensors=[rows(batch)])  # noqa: E731
     return Question(
-        trace=lambda seq, batch: (seq, batch), work_done=lambda *_: {}, described=lambda *_: {}, hardware=fb.Hardware.named(hardware),
+        trace=trace, work_done=lambda *_: {}, described=lambda *_: {}, hardware=fb.Hardware.named(hardware),
         seq=4096, batch=16, budget_seconds=1e6,
     )  # fmt: skip
 
@@ -117,11 +121,11 @@ def test_the_largest_batch_the_longest_sequence_and_the_smallest_machine_are_ans
     need = lambda seq, batch, devices: int(2**33 + seq * batch * 2**21 / devices)  # noqa: E731
     asked = question(monkeypatch, need)
     budget = asked.hardware.hbm_budget_bytes
-    batch = _found(asked, "batch", None).size
+    batch = _found(asked, "batch", None, math.inf).size
     assert batch % 8 == 0 and need(4096, batch, 8) <= budget < need(4096, batch + max(8, batch // 25), 8)
-    seq = _found(asked, "seq", None).size
+    seq = _found(asked, "seq", None, math.inf).size
     assert seq % 128 == 0 and need(seq, 16, 8) <= budget < need(seq + max(128, seq // 25), 16, 8)
-    fewest = _found(asked, "devices", None).size
+    fewest = _found(asked, "devices", None, math.inf).size
     assert need(4096, 16, fewest.devices) <= budget < need(4096, 16, fewest.devices // 2)
 
 

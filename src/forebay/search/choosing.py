@@ -28,7 +28,7 @@ from forebay.search.learning import Sample, learn
 from forebay.search.pricing import Prices
 from forebay.search.problem import Choice, Correction, Estimate, Form, Problem, estimate
 from forebay.search.program import Limits, most_frugal, solve
-from forebay.search.proving import Candidate, Proven, at_once, prove
+from forebay.search.proving import Candidate, Proven, at_once, forecast_of, prove
 from forebay.units import show_seconds
 from forebay.workload import Workload
 
@@ -38,7 +38,7 @@ SAFE = 0.03  # of the HBM budget: what the second of two candidates leaves free,
 CAREFUL = 0.10
 NEAR = 0.03  # of seconds, or of HBM over the budget: what a forecast or a count may miss by
 TIGHTER = 0.01  # of the HBM budget: the step by which a choice that did not fit makes room
-SLOWER = 1.5  # times the longest compile so far: what the next one may take, since the first places least on the host
+SLOWER = 1.2  # times the longest round of compiles so far: what the next one may take, since the first places least on the host
 ANSWERING = 0.05  # of the time budget: kept for the replay of what compiled last, and for the answer
 ATTEMPTS = 12
 FORMS: tuple[Form, ...] = ((), (("fuse_update", "always"),), *((("microbatches", n),) for n in (2, 4, 8, 16, 32)))
@@ -67,21 +67,33 @@ def choose(
     """
     if hardware.target.platform == "cpu":
         raise InputError(f"{hardware.name} has no device memory to plan for; name the machine that is to train, such as h100-sxm:8")
-    search = _Search(work, hardware, budget_seconds, {"tokens": tokens, "flops_per_token": flops_per_token})
-    while candidates := search.candidates():
-        search.prove(candidates)
-    return answering.answer(search.proven, search.outcome(), search.corrected())
+    return _Search(work, hardware, budget_seconds, {"tokens": tokens, "flops_per_token": flops_per_token}).answer()
 
 
-def frugal(work: Workload, hardware: Hardware) -> Proven | None:
-    """The plan that does with the least HBM, compiled; None where the host's memory allows no plan."""
+def choose_from(proven: Proven, hardware: Hardware, budget_seconds: float, work_done: Mapping[str, float | None]) -> Plan:
+    """``choose`` for the workload of a plan that was compiled already, in place of the first compiles: the answer is at least as good."""
+    search = _Search(proven.plan.bound, hardware, budget_seconds, work_done)
+    forecast, why_not = forecast_of(proven.verdict, hardware, work_done)
+    search.proven.append(dataclasses.replace(proven, forecast=forecast, no_forecast=why_not))
+    search.longest_seconds = proven.verdict.compile_seconds or 0.0
+    return search.answer()
+
+
+def frugal(work: Workload, hardware: Hardware, deadline: float = math.inf) -> Proven | None:
+    """The plan that does with the least HBM, compiled; None where the host's memory allows no plan. ``deadline`` ends the compile."""
     search = _Search(work, hardware, math.inf, {})
-    problem = search.plain
-    found = most_frugal(problem, Correction(), Limits(hbm_bytes=math.inf, host_bytes=problem.host_budget_bytes))
+    found = search.least()
     if found is None:
         return None
-    search.prove([search.candidate(problem, found)])
-    return search.proven[0]
+    [proven] = prove(work, hardware, [search.candidate(search.plain, found)], {}, deadline if math.isfinite(deadline) else None)
+    return proven
+
+
+def least_hbm_bytes(work: Workload, hardware: Hardware) -> float:
+    """What the plan of the least HBM is counted to need per device, without a compile; infinite where the host's memory allows no plan."""
+    search = _Search(work, hardware, math.inf, {})
+    found = search.least()
+    return math.inf if found is None else estimate(search.plain, found, Correction()).hbm_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +127,16 @@ class _Search:
             empty = problem is not None and problem.fuses_all and not any(g.fused for g in problem.groups)
             self.problems[form] = None if empty else problem
         return self.problems[form]
+
+    def answer(self) -> Plan:
+        """Search to the end, and the plan."""
+        while candidates := self.candidates():
+            self.prove(candidates)
+        return answering.answer(self.proven, self.outcome(), self.corrected())
+
+    def least(self) -> Choice | None:
+        """The choice of the plain problem that is counted to need the least HBM."""
+        return most_frugal(self.plain, Correction(), Limits(hbm_bytes=math.inf, host_bytes=self.plain.host_budget_bytes))
 
     @functools.cached_property
     def simple_ones(self) -> dict[Choice, Candidate]:
@@ -284,6 +306,8 @@ class _Search:
         return Candidate(summary=choices.in_words(problem, choice), choice=choice, rules=rules, form=problem.form)
 
     def _proof(self, best: float) -> str:
+        if not math.isfinite(best) and any(p.fits for p in self.proven):
+            return "what fits has no forecast on this machine, so nothing could be compared"
         if not math.isfinite(best):
             return "nothing that the program over all placements allows was found to fit"
         return f"no other placement is forecast to gain more than {WORTH:.1%} of the step"

@@ -6,6 +6,7 @@
 In: a `PlanCommand`. Out: an `Answer`, the text of plan.json. Loads jax only where the answer is not already on disk.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -13,14 +14,14 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tyro.conf import UseAppendAction, arg
 
 import forebay as fb
-from forebay.errors import InputError, PlanError, nearest
+from forebay.errors import ForebayError, InputError, ModelError, PlanError, nearest
 from forebay.hardware import Hardware
 from forebay.training import answers
 from forebay.training.models import presets
@@ -90,11 +91,14 @@ def answer(command: PlanCommand) -> Answer:
     for flag, path in (("--out", command.out), ("--trace", command.trace)):
         if path is not None:
             _check_writable(flag, path)
+    if command.maximize and command.minimize:
+        raise InputError("--maximize and --minimize are two questions: ask one of them")
+    budget_seconds = parse_seconds(command.budget)
     key = _key(command, hardware)
     text = answers.read(key) if key and command.trace is None else None  # a trace needs the schedule, which no answer holds
     cached = text is not None
     if text is None:
-        plan = _made(command, hardware, rules)
+        plan = _made(command, hardware, rules, budget_seconds)
         text = json.dumps(plan.to_json(), indent=1) + "\n"
         if key and plan.verdict.fits is not None:  # a compile that was stopped may end another time
             answers.write(key, text)
@@ -103,13 +107,16 @@ def answer(command: PlanCommand) -> Answer:
     return Answer(text=text, cached=cached)
 
 
-def _made(command: PlanCommand, hardware: Hardware, rules: dict[str, str]) -> Any:
+def _made(command: PlanCommand, hardware: Hardware, rules: dict[str, str], budget_seconds: float) -> Any:
     """The plan by hand that rules ask for, or the searched one; a CPU has no device memory to search placements for."""
     if rules or hardware.target.platform == "cpu":
         if command.maximize or command.minimize:
             raise InputError("--maximize and --minimize search for a plan and --place writes one by hand: leave one of them out")
-        program = load_program(command.model, command.seq, command.batch)
-        return with_forecast(plan_program(program, rules, hardware, _described(command)), hardware, _work_done(command))
+        from forebay.search.proving import judged  # not at the top: this loads jax
+
+        plan = judged(fb.Plan.by_hand(_traced(command.model, command.seq, command.batch), rules, hardware=hardware), hardware)
+        plan = dataclasses.replace(plan, workload={**plan.workload, **_described(command)})
+        return with_forecast(plan, hardware, _work_done(command))
     from forebay.training import questions  # not at the top: the search loads jax
 
     return questions.searched(
@@ -120,7 +127,7 @@ def _made(command: PlanCommand, hardware: Hardware, rules: dict[str, str]) -> An
             hardware=hardware,
             seq=command.seq,
             batch=command.batch,
-            budget_seconds=parse_seconds(command.budget),
+            budget_seconds=budget_seconds,
         ),
         command.maximize or command.minimize,
     )
@@ -128,19 +135,8 @@ def _made(command: PlanCommand, hardware: Hardware, rules: dict[str, str]) -> An
 
 def _traced(model: str, seq: int | None, batch: int | None) -> Any:
     loss_fn, optimizer, params, batch_shapes = load_program(model, seq, batch)
-    return fb.trace(loss_fn, optimizer, params, batch_shapes, name=model)
-
-
-def plan_program(program: tuple, rules: dict[str, str], hardware: Hardware, described: dict[str, Any] | None = None) -> Any:
-    """The `Plan` of ``program`` (loss_fn, optimizer, params, batch) under ``rules``, with the verdict on its whole train step.
-
-    ``described`` goes over what the plan says of its workload: the model's name, the sizes that a person asked for.
-    """
-    loss_fn, optimizer, params, batch = program
-    from forebay.search.proving import judged  # not at the top: this loads jax
-
-    plan = judged(fb.Plan.by_hand(fb.trace(loss_fn, optimizer, params, batch), rules, hardware=hardware), hardware)
-    return dataclasses.replace(plan, workload={**plan.workload, **(described or {})})
+    with _users_own(model, seq, batch):
+        return fb.trace(loss_fn, optimizer, params, batch_shapes, name=model)
 
 
 def with_forecast(plan: Any, hardware: Hardware, work_done: dict[str, float]) -> Any:
@@ -180,25 +176,43 @@ def load_program(model: str, seq: int | None, batch: int | None) -> tuple:
     Raises:
         InputError: no such model, or sizes that are missing or that it does not take.
     """
+    sizes = {name: value for name, value in (("seq", seq), ("batch", batch)) if value is not None}
+    for name, value in sizes.items():
+        if value < 1:
+            raise InputError(f"--{name} is {value}; it must be at least 1")
     if ":" in model:
-        return call_model(model, {name: value for name, value in (("seq", seq), ("batch", batch)) if value is not None})
+        with _users_own(model, seq, batch):
+            return call_model(model, sizes)
     if seq is None or batch is None:
         missing = "--seq" if seq is None else "--batch"
         raise InputError(f"{missing} is missing: {model} needs the tokens of a sequence (--seq) and the sequences of a batch (--batch)")
-    for name, value in (("--seq", seq), ("--batch", batch)):
-        if value < 1:
-            raise InputError(f"{name} is {value}; it must be at least 1")
     config = presets.find(model)
     from forebay.training.models import llama  # after the name: this loads jax
 
     return llama.make(config, batch=batch, seq=seq)
 
 
+@contextlib.contextmanager
+def _users_own(model: str, seq: int | None, batch: int | None) -> Iterator[None]:
+    """What the model in ``module:function`` raises is an answer about it, and about the sizes that it was given."""
+    try:
+        yield
+    except ForebayError:
+        raise
+    except Exception as error:
+        if ":" not in model:
+            raise
+        sizes = ", ".join(f"{name} {size}" for name, size in (("seq", seq), ("batch", batch)) if size is not None)
+        said = next(iter(str(error).splitlines()), "")
+        raise ModelError(f"{model}{' with ' * bool(sizes)}{sizes} raised {type(error).__name__}: {said}") from error
+
+
 def call_model(model: str, sizes: dict[str, int]) -> tuple:
     """What the user's function returns; it is given ``seq`` and ``batch`` where it takes them."""
     function = _find(model)
     taken = inspect.signature(function).parameters
-    if extra := [name for name in sizes if name not in taken]:
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    if extra := [name for name in sizes if name not in taken and not takes_all]:
         raise InputError(f"{model} takes no {' and no '.join(extra)}; leave --{' and --'.join(extra)} out, or give it such a parameter")
     program = function(**sizes)
     if not isinstance(program, tuple) or len(program) != 4:
