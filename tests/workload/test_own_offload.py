@@ -52,11 +52,12 @@ def test_the_numbers_stay_and_the_plan_says_what_changed(name):
     model, stack, said = PROGRAMS[name]
     loss = lambda w, x: jnp.mean(model(x, w) ** 2)  # noqa: E731
     random = np.random.default_rng(0)
-    w, x = (random.normal(size=shape).astype(np.float32) / 2 for shape in ((*stack, WIDTH, WIDTH), (ROWS, WIDTH)))
-    work = fb.trace(loss, optax.sgd(0.1), w, x)
-    ours = lambda w: jaxprs.evaluate(work.program.jaxpr, [w, x])[0]  # noqa: E731
-    for got, wanted in zip(jax.value_and_grad(ours)(w), jax.value_and_grad(loss)(w, x), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=1e-7)
+    w, x = (random.normal(size=shape) / 2 for shape in ((*stack, WIDTH, WIDTH), (ROWS, WIDTH)))
+    with jax.enable_x64(True):
+        work = fb.trace(loss, optax.sgd(0.1), w, x)
+        ours = lambda w: jaxprs.evaluate(work.program.jaxpr, [w, x])[0]  # noqa: E731
+        for got, wanted in zip(jax.value_and_grad(ours)(w), jax.value_and_grad(loss)(w, x), strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-14)
     [sentence] = work.program.changed
     assert sentence.startswith("your policy offloads 'kept' (test_own_offload.py:")
     assert sentence.endswith(said)

@@ -13,10 +13,11 @@ from tyro.conf import Positional, UseAppendAction, arg
 import forebay as fb
 from forebay.errors import InputError, PlanError
 from forebay.hardware import Hardware
+from forebay.training import config as settings
 from forebay.training.models import presets
 from forebay.training.models.config import LlamaConfig
 from forebay.training.placing import placement_rules
-from forebay.training.planning import call_model, load_program
+from forebay.training.planning import call_model, load_program, taken_by
 
 LAYERS, VOCAB, SEQ, BATCH = 4, 256, 16, 8
 HEAD_DIM = {"cpu": 8, "cuda": 64, "tpu": 64}
@@ -64,21 +65,35 @@ def report(command: CheckCommand) -> Any:
     if not isinstance(model, str) or not model:
         raise InputError("there is no model: name a plan.json that was made with --model, or give --model, --seq and --batch")
     seq, batch = command.seq or described.get("sequence_length"), command.batch or described.get("global_batch")
-    loss_fn, optimizer, params, rows = load_program(model, *((None, None) if ":" in model else (seq, batch)))
+    sizes = {name: size for name, size in (("seq", seq), ("batch", batch)) if size is not None}
+    sizes = taken_by(model, sizes) if ":" in model else sizes
+    loss_fn, optimizer, params, rows = load_program(model, sizes.get("seq"), sizes.get("batch"))
+    optimizer = _of_the_run(command.plan) or optimizer
     work = fb.trace(loss_fn, optimizer, params, rows, name=model)
     if command.plan is not None:
         plan = fb.Plan.load(command.plan, work)
     else:
         hardware = Hardware.here() if command.hardware == "here" else Hardware.named(command.hardware)
         plan = fb.Plan.by_hand(work, placement_rules(command.place), hardware=hardware)
-    loss_fn, optimizer, params, rows, integers = _twin(model, command.small)
+    loss_fn, of_the_twin, params, rows, integers = _twin(model, command.small, sizes)
+    optimizer = of_the_twin if ":" in model else optimizer
     return fb.check(loss_fn, optimizer, plan, params, rows, steps=command.steps, integers=integers)
 
 
-def _twin(model: str, small: tuple[str, ...]) -> tuple:
-    """(loss_fn, optimizer, params, batch, integers) of the twin."""
+def _of_the_run(plan: Path | None) -> Any:
+    """The optimizer of the `forebay train` run whose plan.json this is; None for any other plan."""
+    from forebay.training import metrics, recipe  # not at the top: these load jax
+
+    if plan is None or not (plan.parent / metrics.METRICS_FILE).is_file():
+        return None
+    config = settings.load(plan.parent)
+    return recipe.optimizer(config.optimizer, config.schedule_steps())
+
+
+def _twin(model: str, small: tuple[str, ...], sizes: dict[str, int]) -> tuple:
+    """(loss_fn, optimizer, params, batch, integers) of the twin; a user's own has the plan's ``sizes`` where ``small`` gives none."""
     if ":" in model:
-        return (*call_model(model, _numbers(small)), 2)
+        return (*call_model(model, sizes | _numbers(small)), 2)
     if small:
         raise InputError(f"--small is for module:function; the twin of {model} is made by forebay")
     import jax

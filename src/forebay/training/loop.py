@@ -105,8 +105,10 @@ def prepare(config: TrainConfig) -> Setup:
     )
     optimizer = recipe.optimizer(config.optimizer, config.schedule_steps())
     loss_fn, optimizer, params, batch = llama.make(model, batch=config.data.batch, seq=config.data.seq, optimizer=optimizer)
-    work = fb.trace(loss_fn, optimizer, params, batch, name=config.model)
+    name = str(Path(config.model).resolve()) if presets.is_file(config.model) else config.model
+    work = fb.trace(loss_fn, optimizer, params, batch, name=name)
     plan = fb.Plan.by_hand(work, config.rules(), hardware=machine())
+    plan = dataclasses.replace(plan, workload={**plan.workload, "sequence_length": config.data.seq})  # a row holds one token more
     record = {"model": dataclasses.asdict(model), "data_fingerprint": corpus.fingerprint}
     return Setup(
         config=config, model=model, optimizer=optimizer, loss_fn=loss_fn, train=train, plan=plan, mesh=plan.make_mesh(), record=record

@@ -214,10 +214,20 @@ def call_model(model: str, sizes: dict[str, int]) -> tuple:
     takes_all = any(p.kind is p.VAR_KEYWORD for p in taken.values())
     if extra := [name for name in sizes if name not in taken and not takes_all]:
         raise InputError(f"{model} takes no {' and no '.join(extra)}; leave --{' and --'.join(extra)} out, or give it such a parameter")
+    needed = [n for n, p in taken.items() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if missing := [name for name in needed if name not in sizes]:
+        flags = [f"--{name}" if name in ("seq", "batch") else f"--small {name}=NUMBER (of forebay check)" for name in missing]
+        raise InputError(f"{model} needs {' and '.join(missing)}: give {' and '.join(flags)}, or give it a default")
     program = function(**sizes)
     if not isinstance(program, tuple) or len(program) != 4:
         raise InputError(f"{model} returned {type(program).__name__}; it must return a tuple (loss_fn, optimizer, params, batch)")
     return program
+
+
+def taken_by(model: str, sizes: dict[str, int]) -> dict[str, int]:
+    """Those of ``sizes`` that the function of ``module:function`` has a parameter for."""
+    taken = inspect.signature(_find(model)).parameters
+    return {name: size for name, size in sizes.items() if name in taken}
 
 
 def _find(model: str) -> Callable:
