@@ -17,7 +17,7 @@ from forebay.training import config as settings
 from forebay.training.models import presets
 from forebay.training.models.config import LlamaConfig
 from forebay.training.placing import placement_rules
-from forebay.training.planning import call_model, load_program, taken_by
+from forebay.training.planning import call_model, given, load_program, taken_by
 
 LAYERS, VOCAB, SEQ, BATCH = 4, 256, 16, 8
 HEAD_DIM = {"cpu": 8, "cuda": 64, "tpu": 64}
@@ -65,7 +65,7 @@ def report(command: CheckCommand) -> Any:
     if not isinstance(model, str) or not model:
         raise InputError("there is no model: name a plan.json that was made with --model, or give --model, --seq and --batch")
     seq, batch = command.seq or described.get("sequence_length"), command.batch or described.get("global_batch")
-    sizes = {name: size for name, size in (("seq", seq), ("batch", batch)) if size is not None}
+    sizes = given(seq, batch)
     sizes = taken_by(model, sizes) if ":" in model else sizes
     loss_fn, optimizer, params, rows = load_program(model, sizes.get("seq"), sizes.get("batch"))
     optimizer = _of_the_run(command.plan) or optimizer

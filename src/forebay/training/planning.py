@@ -14,7 +14,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -176,7 +176,7 @@ def load_program(model: str, seq: int | None, batch: int | None) -> tuple:
     Raises:
         InputError: no such model, or sizes that are missing or that it does not take.
     """
-    sizes = {name: value for name, value in (("seq", seq), ("batch", batch)) if value is not None}
+    sizes = given(seq, batch)
     for name, value in sizes.items():
         if value < 1:
             raise InputError(f"--{name} is {value}; it must be at least 1")
@@ -192,6 +192,11 @@ def load_program(model: str, seq: int | None, batch: int | None) -> tuple:
     return llama.make(config, batch=batch, seq=seq)
 
 
+def given(seq: int | None, batch: int | None) -> dict[str, int]:
+    """The sizes that a person gave, by name."""
+    return {name: size for name, size in (("seq", seq), ("batch", batch)) if size is not None}
+
+
 @contextlib.contextmanager
 def _users_own(model: str, seq: int | None, batch: int | None) -> Iterator[None]:
     """What the model in ``module:function`` raises is an answer about it, and about the sizes that it was given."""
@@ -202,7 +207,7 @@ def _users_own(model: str, seq: int | None, batch: int | None) -> Iterator[None]
     except Exception as error:
         if ":" not in model:
             raise
-        sizes = ", ".join(f"{name} {size}" for name, size in (("seq", seq), ("batch", batch)) if size is not None)
+        sizes = ", ".join(f"{name} {size}" for name, size in given(seq, batch).items())
         said = next(iter(str(error).splitlines()), "")
         raise ModelError(f"{model}{' with ' * bool(sizes)}{sizes} raised {type(error).__name__}: {said}") from error
 
@@ -211,8 +216,7 @@ def call_model(model: str, sizes: dict[str, int]) -> tuple:
     """What the user's function returns; it is given ``seq`` and ``batch`` where it takes them."""
     function = _find(model)
     taken = inspect.signature(function).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-    if extra := [name for name in sizes if name not in taken and not takes_all]:
+    if extra := [name for name in sizes if not _takes(taken, name)]:
         raise InputError(f"{model} takes no {' and no '.join(extra)}; leave --{' and --'.join(extra)} out, or give it such a parameter")
     needed = [n for n, p in taken.items() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if missing := [name for name in needed if name not in sizes]:
@@ -227,7 +231,11 @@ def call_model(model: str, sizes: dict[str, int]) -> tuple:
 def taken_by(model: str, sizes: dict[str, int]) -> dict[str, int]:
     """Those of ``sizes`` that the function of ``module:function`` has a parameter for."""
     taken = inspect.signature(_find(model)).parameters
-    return {name: size for name, size in sizes.items() if name in taken}
+    return {name: size for name, size in sizes.items() if _takes(taken, name)}
+
+
+def _takes(parameters: Mapping[str, inspect.Parameter], name: str) -> bool:
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _find(model: str) -> Callable:
